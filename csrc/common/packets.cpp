@@ -121,7 +121,7 @@ std::optional<Packet> receive_packet(const Descriptor& connection, bool& ended) 
         return std::nullopt;
     }
     packet.attached = take_attached(message);
-    packet.is_cut = (message.msg_flags & MSG_CTRUNC) != 0;
+    packet.lacks_descriptors = (message.msg_flags & MSG_CTRUNC) != 0;
     return packet;
 }
 

@@ -33,11 +33,11 @@ constexpr std::array<TypeFacts, 15> kTypes{{
     {{"bool"}, 1},
 }};
 
-// By DType. Another rank may have a newer torch, whose types have no name here.
+// By DType. A rank with a newer torch may have a type that this rank does not know: its name is a placeholder.
 std::array<TypeFacts, 256>& all_types() {
     static auto types = [] {
         std::array<TypeFacts, 256> facts;
-        facts.fill({{"dtype of another torch"}, 1});
+        facts.fill({{"dtype of a newer torch"}, 1});
         std::copy(kTypes.begin(), kTypes.end(), facts.begin());
         return facts;
     }();
@@ -79,25 +79,26 @@ Collective collective_of(const std::string& name) {
 
 bool reduces(Op op, DType dtype, std::string* reason) {
     const bool is_complex = dtype == DType::kComplex64 || dtype == DType::kComplex128;
-    const bool is_number = is_complex || (dtype >= DType::kFloat16 && dtype <= DType::kFloat64);
+    const bool has_fractions = is_complex || (dtype >= DType::kFloat16 && dtype <= DType::kFloat64);
     const char* why = nullptr;
     if (dtype >= DType::kWithoutKernel)
-        why = "it is for movement only; convert to bfloat16";
+        why = "this dtype can be copied, not reduced; convert to bfloat16";
     else if ((op == Op::kAvg || op == Op::kPremulSum) && dtype == DType::kBool)
-        why = "bool has no such arithmetic; convert it to a number";
+        why = "bool has no mean and no scale; convert to a number";
     else if ((op == Op::kMin || op == Op::kMax) && is_complex)
         why = "complex numbers have no order; use SUM or PRODUCT";
-    else if (op >= Op::kBitAnd && is_number)
-        why = "bits belong to whole numbers and bool";
+    else if (op >= Op::kBitAnd && has_fractions)
+        why = "operations on bits need an integer or bool";
     if (why && reason) *reason = std::string(name_of(op)) + " cannot reduce " + name_of(dtype) + ": " + why;
     return why == nullptr;
 }
 
-void Call::by(const std::string& name) {
+void Call::set_algorithm(const std::string& name) {
     algorithm.fill(0);
     std::copy_n(name.begin(), std::min(name.size(), algorithm.size() - 1), algorithm.begin());
 }
 
+// `longest` and `tensor_ref` may differ between ranks.
 bool Call::agrees_with(const Call& other) const {
     return sequence == other.sequence && count == other.count && layout == other.layout && root == other.root &&
            collective == other.collective && dtype == other.dtype && op == other.op && algorithm == other.algorithm;

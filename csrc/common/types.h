@@ -80,7 +80,7 @@ struct Call {
     std::array<char, 48> algorithm{};  // pinned by name; empty: the native one
     SharedTensorRef tensor_ref;        // where the data is; ranks may differ
 
-    void by(const std::string& name);
+    void set_algorithm(const std::string& name);
     bool agrees_with(const Call& other) const;
     std::uint64_t checksum() const;  // of what agrees_with() compares
     std::string text() const;

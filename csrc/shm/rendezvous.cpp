@@ -348,7 +348,7 @@ private:
     }
 
     void on_introduction(Packet& packet) {
-        if (packet.is_cut) fail_without_descriptors();
+        if (packet.lacks_descriptors) fail_without_descriptors();
         Introduction head;
         std::vector<Member> members;
         if (!decode(packet.data, head, members)) fail(Kind::kLost, title(0) + " sent what is no introduction");

@@ -8,18 +8,21 @@
 //     rank 1   recv                      waits for rank 2
 //     rank 2   has published nothing     is late
 //
-// A rank has two nodes. Its program is what its own threads do; its collectives may run on another thread, while the
-// program goes on. So a rank whose program computes is late for a recv, though one of its collectives is blocked.
+// A rank has two nodes: one for the threads of the application, and one for its collectives, which may run on a thread
+// of the backend while the application continues. So a rank that computes is late for a recv of another rank, although
+// one of its collectives is blocked.
 //
-// A published wait may be stale, so each edge is verified. Edges between collectives are the phase counters of the
-// slot exchange and never stale. A message counts only while its ring buffer is as the wait implies: empty for a
-// receive, full for a send. A process that is stopped by a signal leaves its last wait published. When its peer has
-// sent, its ring is not empty any more, so the edge does not count: the stopped rank is the end of a chain, and late.
-// Before that, a cycle with it looks like a deadlock. Heartbeats, a counter that every blocked rank increments, tell
-// the two apart.
+// A published wait may be stale, so each edge is verified:
+// 1. An edge between collectives is derived from the phase counters of the slot exchange, which are never stale.
+// 2. An edge of a message counts only while its ring buffer agrees: empty for a receive, full for a send.
+// 3. A process that is stopped by a signal leaves its last wait published. Once its peer has sent, its ring buffer is
+// not
+//    empty, the edge does not count, and the stopped rank is the end of a chain: it is late. Before that, the stopped
+//    rank may look like a part of a deadlock. A counter that every blocked rank increments, its heartbeat, tells a
+//    stopped rank from a blocked one.
 //
-// A process is a rank of several groups, and may be blocked in another one. It then publishes in the graphs of all its
-// groups the process that is late there, by its pid.
+// A process is a rank of several groups. If it is blocked in one of them, it publishes the pid of the process that is
+// late there in the graphs of all its other groups.
 #pragma once
 
 #include <atomic>
@@ -44,13 +47,13 @@ public:
     enum class WaitKind : std::uint8_t { kNone, kCollective, kReceive, kSend, kElsewhere };
     struct Wait {
         WaitKind kind = WaitKind::kNone;
-        bool in_collective = false;  // of a message: it belongs to a collective
-        int peer = kAnyone;          // of a message: the rank at the other end; elsewhere: the pid of the late process
-        bool in_background = false;  // another thread waits, and the program of the rank continues
+        bool in_collective = false;  // kReceive and kSend: the message belongs to a collective
+        int peer = kAnyone;          // kReceive and kSend: the other rank; kElsewhere: the pid of the late process
+        bool in_background = false;  // a thread of the backend waits, and the application continues
     };
     using Waits = std::vector<Wait>;
 
-    // Where a rank is in its collectives: phases posted, calls opened, and the number of the last one.
+    // Where a rank is in its collectives: phases posted, calls begun, and the number of the last call.
     struct Position {
         std::uint64_t phase = 0, calls = 0, number = 0;
     };
@@ -63,9 +66,9 @@ public:
     };
     // What a diagnosis has found: the late ranks, or the ranks of a deadlock in the order in which they wait.
     struct Verdict {
-        static constexpr std::size_t kMost = 8;  // ranks that are named
+        static constexpr std::size_t kMost = 8;
 
-        std::uint32_t count = 0;  // zero: nothing is known
+        std::uint32_t count = 0;  // zero: nothing is known. If above kMost, the further ranks have no entry
         bool is_deadlock = false;
         Late ranks[kMost] = {};
 
@@ -76,10 +79,10 @@ public:
 
     static std::size_t bytes(int size);
 
-    // For tests: lets the heartbeats in new memory begin at `value`. To be called before a rank uses the memory.
+    // For tests: set the heartbeats of all ranks to `value`, before a rank uses the memory.
     static void set_heartbeats(std::byte* place, int size, std::uint64_t value);
 
-    // `place`: bytes(size) of the shared memory, which outlives this.
+    // `place`: bytes(size) of the shared memory, which must outlive this object.
     WaitGraph(std::byte* place, int rank, int size) : place_(place), rank_(rank), size_(size) {}
     ~WaitGraph();
     WaitGraph(const WaitGraph&) = delete;
@@ -88,12 +91,12 @@ public:
     // `pid_of`: the process of a rank, 0 if it is not known.
     void join(std::shared_ptr<WaitGraphs> groups, std::function<int(int rank)> pid_of);
 
-    // To be set before the first wait: where a rank is in its collectives, and whether a rank still waits for a
-    // message. Both read the shared memory only.
+    // Set before the first wait: functions that return where a rank is in its collectives, and whether a rank still
+    // waits for a message. Both read the shared memory only.
     void position_by(std::function<Position(int rank)> position) { position_ = std::move(position); }
     void verify_by(std::function<bool(int rank, const Wait& wait)> is_blocked) { is_blocked_ = std::move(is_blocked); }
 
-    // Called at intervals by a rank that waits: it is not stopped.
+    // A rank that waits calls this at intervals, which shows that it is not stopped.
     void heartbeat();
     std::vector<std::uint64_t> heartbeats() const;  // of all ranks
 
@@ -105,7 +108,7 @@ public:
         Published(const Published&) = delete;
 
         void set(const Wait& wait);
-        // Called when the wait has ended with an error. An exception that leaves the scope has the same effect.
+        // Call it when the wait has ended with an error, unless an exception destroys this object.
         void fail() { has_failed_ = true; }
 
     private:
@@ -120,17 +123,22 @@ public:
         std::unique_ptr<Elsewhere> elsewhere_;
     };
 
-    // The late ranks, for a thread of this rank that waits for all of `waits`. `since`: heartbeats() of some time ago;
-    // a rank without a heartbeat since is stopped, so it does not wait in another group.
+    // Return the ranks for which this rank waits in the end.
+    // waits: what the thread of this rank waits for.
+    // since: an earlier result of heartbeats(). A rank whose heartbeat is the same is stopped, so that what it has
+    //     published about other groups does not count.
     Verdict find(const Waits& waits, const std::vector<std::uint64_t>& since) const;
+    // Return why a rank is late: the call that it has not made, or in which it is.
     Late describe(int rank, bool in_collective) const;
 
-    // The verdict that a rank has given. It writes it once, before the notice that the others see.
+    // Write the verdict of this rank, once, before it writes the notice of the failure (membership.h): a rank that sees
+    // the notice can read the verdict.
     void write_verdict(const Verdict& verdict);
     const Verdict& verdict(int rank) const;
 
 private:
-    static constexpr std::size_t kSlots = 7;  // threads of a rank that wait at once; more are not published
+    static constexpr std::size_t kSlots =
+        7;  // waits of a rank that are published at the same time; others are not seen
 
     struct RankEntry;
     struct Node {
@@ -161,7 +169,7 @@ private:
     std::function<int(int)> pid_of_;
 };
 
-// The graphs of the groups in which this process is a rank.
+// The graphs of all groups in which this process is a rank.
 class WaitGraphs {
 public:
     static std::shared_ptr<WaitGraphs> of_this_process();
@@ -178,20 +186,22 @@ public:
     // For tests: the number of the next graph.
     void number_from(std::uint64_t id);
 
-    // For a rank that is blocked in the group of `origin`, in the graphs of all other groups.
+    // What follows is for a rank that is blocked in the group of `origin`, and acts on the graphs of all other groups.
     void heartbeat(const WaitGraph& origin);
+    // Clear the slots of clear_later() before this process waits again.
     void forget_old_failures();
+    // Publish that this process waits for the processes `pids`.
     Slots publish(const WaitGraph& origin, const std::vector<int>& pids);
     void clear(Slots& slots);
-    // Instead of clear() when the wait has ended by an error: ranks that time out soon afterwards need to know why this
-    // process did not come to them. The slots are cleared when it waits again.
+    // Instead of clear() when the wait has ended with an error: ranks that time out soon afterwards need to know why
+    // this process was late. The slots are cleared when it waits again.
     void clear_later(Slots& slots);
 
 private:
     void clear_under_lock(Slots& slots);
     bool is_there(const Slot& slot) const;
 
-    std::mutex mutex_;  // of all below
+    std::mutex mutex_;  // of all members below
     std::map<WaitGraph*, std::uint64_t> ids_;
     std::uint64_t next_id_ = 0;
     Slots failed_;
@@ -201,10 +211,10 @@ private:
 // The diagnosis of one wait that has timed out. The wait goes on meanwhile, and may still come to its end.
 class LocalDiagnosis {
 public:
-    static constexpr std::chrono::seconds kLongest{1};
+    static constexpr std::chrono::seconds kLongest{1};  // of a diagnosis
 
-    // To be called repeatedly from the timeout on. True when the verdict is final: it has been the same for a while,
-    // which gives ranks that are about to wait the time to publish it, or the time for the diagnosis is over.
+    // Call it repeatedly after the timeout. It returns true when the verdict is final: the verdict has been the same
+    // for a while, in which ranks that begin to wait publish their waits, or the time for the diagnosis is over.
     bool is_final(const WaitGraph& graph, const WaitGraph::Waits& waits, std::chrono::milliseconds timeout);
     const WaitGraph::Verdict& verdict() const { return verdict_; }
 
@@ -218,7 +228,7 @@ private:
     std::vector<std::uint64_t> heartbeats_;  // when the diagnosis began, by rank
 };
 
-// What a wait needs once it sleeps. A short wait does not create it.
+// What a wait creates when it begins to sleep. A short wait does not need it.
 struct LongWait {
     explicit LongWait(WaitGraph& graph) : published(graph) {}
 

@@ -134,7 +134,7 @@ CASE(a_trace_has_the_steps_and_messages_of_a_schedule) {
         Router router(host_segment.p2p, {}, nullptr);
         std::vector<float> data(3000, 1);
         Call call = call_of(7, data.size());
-        call.by("ring");
+        call.set_algorithm("ring");
         const TraceCall traced(group, call);
         const auto buffer = ProgramBuffer::whole(reinterpret_cast<std::byte*>(data.data()), data.size());
         execute(ring(kRanks, rank), router, call.dtype, call.op, buffer, kSegments, std::chrono::seconds(60));

@@ -54,7 +54,7 @@ PrimsBackend::PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int ran
         Call first;  // the ranks must agree on this as on everything
         first.count = host_segment_->slots.capacity();
         first.layout = setup_->one_shot_bytes;
-        first.by(c10::str("one shot to ", first.layout, ", slot ", first.count));
+        first.set_algorithm(c10::str("one shot to ", first.layout, ", slot ", first.count));
         const LinkCosts link = execution_->first_agreement(first, setup_->network, setup_->timeout);
         trace_group_ = std::make_unique<const TraceGroup>(setup_->describe(link));
         delete_rendezvous_key(*store, rank, hosts_of(setup_->hosts, rank));

@@ -15,7 +15,7 @@ using Kind = CommError::Kind;
 
 constexpr std::chrono::seconds kTimeToWrite{1};
 constexpr std::chrono::milliseconds kFirstPause{5};
-const std::string kKey = "failed";  // its value: the kind of the error as a number, a space, the message
+const std::string kKey = "failed";  // value: "<number of the kind of the error> <message>"
 
 }  // namespace
 
@@ -28,14 +28,15 @@ void GroupCreation::fail(std::exception_ptr error) const {
     try {
         std::rethrow_exception(error);
     } catch (const CommError& found) {
-        if (found.kind == Kind::kMismatch) throw;  // every rank has compared for itself
+        if (found.kind == Kind::kMismatch) throw;  // each rank finds a mismatch itself
+        // A repeated error follows from the failure of another rank, which is about to write the first reason.
         if (const auto first = found.is_repeated ? awaited_reason() : reason()) throw *first;
         tell(found.kind, found.what());
         throw;
     } catch (const pybind11::error_already_set&) {
         tell(Kind::kInterrupted, prefix() + "interrupted while the group was made");
         throw;
-    } catch (const c10::Error& found) {
+    } catch (const c10::Error& found) {  // here and below: to the other ranks, this rank has left the group
         tell(Kind::kPeerLeft, prefix() + found.what_without_backtrace());
         throw;
     } catch (const std::exception& found) {
@@ -45,7 +46,8 @@ void GroupCreation::fail(std::exception_ptr error) const {
     }
 }
 
-// The reason for which another rank has failed; none if the store does not answer: its process may have died as well.
+// Return why another rank has failed; nullopt if none has, or if the store does not answer, whose process may have
+// died.
 std::optional<CommError> GroupCreation::reason() const {
     try {
         if (!store_->check({kKey})) return std::nullopt;
@@ -58,7 +60,7 @@ std::optional<CommError> GroupCreation::reason() const {
     }
 }
 
-// The reason of the rank that has failed first, which is about to write it.
+// Return why another rank has failed, and wait up to kTimeToWrite for it.
 std::optional<CommError> GroupCreation::awaited_reason() const {
     const auto until = std::chrono::steady_clock::now() + kTimeToWrite;
     for (auto pause = kFirstPause;; pause *= 2) {

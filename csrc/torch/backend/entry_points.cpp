@@ -313,8 +313,8 @@ WorkPtr PrimsBackend::all_reduce_incremental(const at::Tensor& tensor,
         incremental->settle();
     } else {
         call.incremental = incremental;
-        call.announced.by("incremental reduce " + std::to_string(number) + ", round " +
-                          std::to_string(incremental->round()));
+        call.announced.set_algorithm("incremental reduce " + std::to_string(number) + ", round " +
+                                     std::to_string(incremental->round()));
     }
     return start(std::move(call), call_options(Collective::kAllReduce, async), {tensor});
 }

@@ -58,7 +58,7 @@ void Execution::prepare(CollectiveCall& call) {
                             ? pinned(collective, 0, -1)
                             : schedule_for(collective, call.bytes(), call.announced.root);
     }
-    if (call.schedule && !call.is_exchange) call.announced.by(call.schedule->name);
+    if (call.schedule && !call.is_exchange) call.announced.set_algorithm(call.schedule->name);
     if (call.schedule && collective == Collective::kBarrier && call.inputs.empty()) {
         call.inputs = call.outputs = {at::zeros({1}, at::kByte)};  // a message without data would not be sent
         call.counts = {1};
@@ -71,11 +71,11 @@ void Execution::prepare_exchange(CollectiveCall& call) {
     const auto size = static_cast<std::size_t>(size_);
     if (announced.collective == Collective::kAllToAll && call.inputs.size() == size) separate_blocks(call);
     if (call.schedule) {
-        call.announced.by(call.schedule->name);
+        call.announced.set_algorithm(call.schedule->name);
         call.uneven = call.schedule;
         return;
     }
-    if (const auto pinned = pins(announced.collective)) call.announced.by(pinned->text);
+    if (const auto pinned = pins(announced.collective)) call.announced.set_algorithm(pinned->text);
     const std::uint64_t bytes = size * call.counts[0] * size_of(announced.dtype);
     if (is_even(call.counts)) call.schedule = schedule_for(announced.collective, bytes, announced.root);
     call.uneven = schedule_for_uneven(call);
@@ -125,7 +125,7 @@ void Execution::exchange(const CollectiveCall& call, Milliseconds timeout) {
     const bool all_even = difference == 0 && uneven_ranks == 0;
     if (all_even && checksum_sum != matching_terms[2]) {
         Call named = call.announced;
-        named.by(call.schedule ? call.schedule->name : "");
+        named.set_algorithm(call.schedule ? call.schedule->name : "");
         agree(named, timeout);
     }
     // 3. Run the schedule for blocks of one length, or for others, or the kernels of shared memory.
