@@ -6,8 +6,8 @@ The rest is imported from its own module: :mod:`.compression`, :mod:`.checkpoint
 
 from .average import average_gradients
 from .data import Batches, ShardedIterable, ShardedSampler, partition_dataset
+from .data.partition import DataPartitioner, Partition
 from .gradients import GradientAverager
-from .partition import DataPartitioner, Partition
 from .pipeline import DevicePipeline, Pipeline
 from .pipeline.split_model import split
 from .replicated_state import ReplicatedState

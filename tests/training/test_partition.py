@@ -16,7 +16,7 @@ import dist_prims
 from dist_prims import DataPartitioner
 from dist_prims.errors import MismatchError
 from dist_prims.training.data import Batches, partition_dataset
-from dist_prims.training.partition import deal
+from dist_prims.training.data.partition import deal
 
 fractions: st.SearchStrategy[Any] = st.lists(st.integers(0, 20), min_size=1, max_size=7).filter(any)
 fractions = fractions.map(lambda raw: [each / sum(raw) for each in raw])

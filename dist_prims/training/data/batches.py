@@ -20,8 +20,8 @@ from numpy.typing import ArrayLike
 from torch.utils.data import default_collate
 
 from ...agreement import check_lists, gather_values
-from ..partition import DataPartitioner, Items, deal
 from .data_rank import place_of
+from .partition import DataPartitioner, Items, deal
 
 __all__: list[str] = []
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from ...collectives.flat import split_evenly
-from ..partition import Items
 from .data_rank import place_of
+from .partition import Items
 from .permutation import Permutation
 
 __all__: list[str] = []

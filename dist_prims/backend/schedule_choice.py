@@ -29,9 +29,9 @@ _Choice = tuple[str, tuple[tuple[str, Any], ...], int]  # an algorithm, its para
 _DIRECT: _Choice = ("direct", (), 1)
 _PAIRWISE: _Choice = ("pairwise", (), 1)
 
-# Of an all_to_all: if more ranks of other hosts send to a host at once, and much, the link drops packets, and TCP waits
-# 200 ms before it sends them again. In a pairwise exchange each rank has one sender at a time. That a packet of a long
-# block was dropped, TCP notices earlier, by those that follow it: from _VERY_LARGE on so many streams are not too many.
+# For all_to_all: if more ranks of other hosts send large blocks to a host at the same time, the link drops packets, and
+# TCP waits 200 ms before it sends them again. In a pairwise exchange each rank has one sender at a time. From
+# _VERY_LARGE on, TCP notices a dropped packet earlier, by the packets that follow it, and more streams are no problem.
 _MOST_STREAMS, _LARGE, _VERY_LARGE = 4, 1 << 19, 1 << 22
 _UNEVEN_RANGES = ((0, _LARGE), (_LARGE, _VERY_LARGE), (_VERY_LARGE, 1 << 63))
 
