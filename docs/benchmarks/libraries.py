@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from dist_prims._chart import line_chart
 from dist_prims.bench.arguments import positive, sizes
 from dist_prims.bench.measure import iterations_for
 
@@ -128,6 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.json:
         lines = [{"contender": name, "nbytes": nbytes, "seconds": each} for (name, nbytes), each in seconds.items()]
         given.json.write_text(json.dumps({"missing": missing, "wrong": wrong, "lines": lines}, indent=1))
+    if given.plot:
+        plot(given.plot, seconds, given)
     return int(wrong > 0)
 
 
@@ -141,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cache", type=Path, default="~/.cache/dist_prims/peers", help="folder of the environments")
     parser.add_argument("--seconds", type=positive, default=120, help="time limit of one contender in one round (120)")
     parser.add_argument("--json", type=Path, help="write all times")
+    parser.add_argument("--plot", type=Path, help="write a plot (SVG)")
     return parser
 
 
@@ -278,6 +282,19 @@ def table(
     lines = [f"all_reduce, {given.ranks} ranks on {CORES} cores, microseconds, median of {given.rounds} rounds", ""]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([*lines, "", f"wrong elements: {wrong}", *(f"{name}: {why}" for name, why in missing.items())])
+
+
+def plot(path: Path, seconds: Mapping[tuple[str, int], Sequence[float]], given: argparse.Namespace) -> None:
+    series = {
+        name: [
+            (nbytes, statistics.median(seconds[name, nbytes]) * 1e6)
+            for nbytes in given.sizes
+            if (name, nbytes) in seconds
+        ]
+        for name in given.only
+    }
+    title = f"all_reduce of float32, {given.ranks} ranks of one host"
+    line_chart(path, title, "bytes", "microseconds, median", series, log_x=True, log_y=True)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,18 @@ def test_a_folder_of_other_files_is_not_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_one_command_repeats_the_runs_of_the_page(tmp_path: Path) -> None:
+    command = [str(ROOT / "launch_scripts/benchmarks.sh"), "--short", str(tmp_path), "libraries"]
+    subprocess.run(command, check=True, capture_output=True, timeout=250)
+    text = (tmp_path / "runs.md").read_text()
+    assert all(f"\n- {fact}: " in text for fact in ("date", "commit", "machine", "versions"))
+    assert "status 0)\n" in text
+    assert "wrong elements: 0" in text
+    assert (tmp_path / "libraries.svg").read_text().startswith("<svg")
+    assert subprocess.run([*command, "nothing"], capture_output=True, timeout=60).returncode == 2
+
+
+@pytest.mark.slow
 def test_contenders_of_this_environment(tmp_path: Path) -> None:
     command = [
         *PROGRAM,
