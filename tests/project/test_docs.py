@@ -56,6 +56,10 @@ def test_programs_run(name: str, program: Path, capfd: pytest.CaptureFixture[str
         assert sorted(capfd.readouterr().out.splitlines()) == sorted(OUTPUTS[name].splitlines())
 
 
+def test_readme_and_guide_show_what_their_programs_print() -> None:
+    assert {name for name in PROGRAMS if name.startswith(("README", "guide"))} <= OUTPUTS.keys()
+
+
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", OF_PATTERNS)
 def test_programs_run_of_patterns(name: str, program: Path, capfd: pytest.CaptureFixture[str]) -> None:
