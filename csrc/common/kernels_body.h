@@ -4,7 +4,7 @@
 struct Half {
     std::uint16_t bits;
 };
-struct Brain {
+struct BFloat16 {
     std::uint16_t bits;
 };
 struct Flag {  // a bool of a tensor: any byte but 0 is true, which C++ does not promise of its own bool
@@ -29,11 +29,11 @@ inline Half narrow_half(float f) {
     return {static_cast<std::uint16_t>((sign >> 16) | (two_w > 0xFF000000u ? 0x7E00u : finite))};
 }
 
-inline float widen(Brain b) {
+inline float widen(BFloat16 b) {
     return std::bit_cast<float>(std::uint32_t{b.bits} << 16);
 }
 
-inline Brain narrow_brain(float f) {
+inline BFloat16 narrow_bfloat16(float f) {
     const std::uint32_t w = std::bit_cast<std::uint32_t>(f);
     const std::uint32_t rounded = (w + 0x7FFFu + ((w >> 16) & 1u)) >> 16;
     return {static_cast<std::uint16_t>((w & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded)};
@@ -53,10 +53,10 @@ struct Wide<Half> {
     static Half store(float x) { return narrow_half(x); }
 };
 template <>
-struct Wide<Brain> {
+struct Wide<BFloat16> {
     using type = float;
-    static float load(Brain x) { return widen(x); }
-    static Brain store(float x) { return narrow_brain(x); }
+    static float load(BFloat16 x) { return widen(x); }
+    static BFloat16 store(float x) { return narrow_bfloat16(x); }
 };
 template <>
 struct Wide<Flag> {
@@ -220,7 +220,7 @@ void fold_reals(DType dtype, void* out, const void* const* in, int inputs, std::
         case DType::kFloat16:
             return fold_as<F, Half>(out, in, inputs, count);
         case DType::kBFloat16:
-            return fold_as<F, Brain>(out, in, inputs, count);
+            return fold_as<F, BFloat16>(out, in, inputs, count);
         case DType::kFloat32:
             return fold_as<F, float>(out, in, inputs, count);
         case DType::kFloat64:
@@ -284,7 +284,7 @@ void mean_as(void* out, const void* const* in, const float* scales, int inputs, 
 void mean(DType dtype, void* out, const void* const* in, const float* scales, int inputs, float divisor,
           std::size_t count) {
     if (dtype == DType::kFloat16) return mean_as<Half>(out, in, scales, inputs, divisor, count);
-    return mean_as<Brain>(out, in, scales, inputs, divisor, count);
+    return mean_as<BFloat16>(out, in, scales, inputs, divisor, count);
 }
 
 template <typename T>
@@ -338,7 +338,7 @@ void scale(DType dtype, void* out, const void* in, double factor, std::size_t co
         case DType::kFloat16:
             return scale_as<Half>(out, in, factor, count);
         case DType::kBFloat16:
-            return scale_as<Brain>(out, in, factor, count);
+            return scale_as<BFloat16>(out, in, factor, count);
         case DType::kFloat32:
             return scale_as<float>(out, in, factor, count);
         case DType::kFloat64:

@@ -315,14 +315,14 @@ CASE(reductions_of_real_and_complex_numbers) {
 
 CASE(reductions_of_half_types) {
     half_types<reference::Half>(DType::kFloat16);
-    half_types<reference::Brain>(DType::kBFloat16);
+    half_types<reference::BFloat16>(DType::kBFloat16);
 }
 
 CASE(means_of_half_types) {
     means_in_many_steps<reference::Half>(DType::kFloat16, 0x7BFF, 0x7C00);
-    means_in_many_steps<reference::Brain>(DType::kBFloat16, 0x7F7F, 0x7F80);
+    means_in_many_steps<reference::BFloat16>(DType::kBFloat16, 0x7F7F, 0x7F80);
     means_are_divided_sums<reference::Half>(DType::kFloat16);
-    means_are_divided_sums<reference::Brain>(DType::kBFloat16);
+    means_are_divided_sums<reference::BFloat16>(DType::kBFloat16);
 }
 
 }  // namespace
