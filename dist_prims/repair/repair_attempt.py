@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -106,6 +107,13 @@ class RepairAttempt:
                 f"rank {self._rank}: the other ranks have gone on with a group that an earlier call, which has failed "
                 "on this rank, was to make; end this process, or let it join again by dist_prims.join()"
             ) from None
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            raise CommError(
+                f"rank {self._rank}: this process has no file descriptor left to repair the group; raise its limit "
+                "(`ulimit -n`), or close what it does not need, and call again"
+            ) from error
         except NoMajorityError:
             raise CommError(
                 f"rank {self._rank}: this rank cannot reach a majority of the ranks "

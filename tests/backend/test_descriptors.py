@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import span
 from survivors import join_at_rank_0, run_ranks
 
-from dist_prims.errors import PeerDiedError
+import dist_prims
+from dist_prims.errors import CommError, PeerDiedError
 
 
 def descriptors() -> int:
@@ -108,3 +110,20 @@ def test_none_is_left_to_make_a_group(
     for text in outcomes:
         assert "descriptors" in text, outcomes
         assert "`ulimit -n`" in text, outcomes
+
+
+def test_none_is_left_to_shrink_a_group() -> None:
+    """The error was the OSError of a socket. The other ranks wait, and a second call finds them."""
+
+    def body() -> int:
+        shrink = dist_prims.shrink  # imports it
+        if dist.get_rank() == 2:
+            taken = take_all_but(0)
+            with pytest.raises(CommError, match="rank 2: this process has no file descriptor left to repair the group"):
+                shrink()
+            for each in taken:
+                os.close(each)
+        shrink()
+        return dist.get_world_size()
+
+    assert span("a b c", body) == [3, 3, 3]
