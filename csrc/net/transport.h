@@ -29,7 +29,7 @@ public:
         using TransportError::TransportError;
     };
 
-    // This rank has no file descriptor left for a connection.
+    // This rank has no file descriptor left for a connection, or no port.
     struct ExhaustedError : TransportError {
         using TransportError::TransportError;
     };

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <limits>
 #include <utility>
 
@@ -25,6 +26,13 @@ constexpr std::uint64_t kRankMask = (std::uint64_t{1} << kRankBits) - 1;
 // handlers on its main thread only, and a progress thread that checks for failures would otherwise delay that thread's
 // check.
 thread_local Clock::rep interrupted = 0;
+
+std::string firewall_text() {
+    const char* const ports = std::getenv("DIST_PRIMS_PORTS");
+    const std::string range = ports && *ports ? std::string("the ports DIST_PRIMS_PORTS=") + ports + " pass"
+                                              : "the ports of a range pass, and set DIST_PRIMS_PORTS to it";
+    return "a firewall that closes the ports at which the ranks listen: let " + range;
+}
 
 }  // namespace
 
@@ -275,6 +283,13 @@ std::string Membership::location_text(const WaitGraph::Late& late, std::size_t r
     return ", which " + place + "; see what it does" + command;
 }
 
+bool Membership::is_local(int number) const {
+    for (int peer = 0; peer < size_; ++peer) {
+        if (this->number(peer) == number) return true;
+    }
+    return false;
+}
+
 // How a rank was lost: with its pid, where the pid is valid in this PID namespace. Of a rank on another host only the
 // lost connection is known.
 std::string Membership::loss_text(int culprit) const {
@@ -289,8 +304,12 @@ std::string Membership::loss_text(int culprit) const {
 std::string Membership::error_text(const Notice& notice, const std::string& what) const {
     const auto [kind, culprit, other] = notice;
     const std::string ranks = own_name() + ": " + title(culprit);
+    const bool is_first_contact = is_being_made_ && !(is_local(culprit) && (other < 0 || is_local(other)));
     switch (kind) {
         case CommError::Kind::kPeerDied:
+            if (is_first_contact)
+                return ranks + " cannot be reached, in " + what + "; see whether its process has ended, and look for " +
+                       firewall_text();
             if (culprit == number(rank_))
                 return "rank " + std::to_string(culprit) + ": another rank has lost the connection with this rank in " +
                        what + "; see the error of that rank and whether the link is up, and create the group again";
@@ -308,15 +327,18 @@ std::string Membership::error_text(const Notice& notice, const std::string& what
                        title(culprit) + " for " + title(other) + ", in " + what +
                        "; see whether their sends and receives match, and whether the link between them delivers";
             return ranks + " has not replied in time in " + what +
-                   "; see whether it is busy or waits elsewhere, and whether its host and the link are up";
+                   "; see whether it is busy or waits elsewhere, and whether its host and the link are up" +
+                   (is_first_contact ? "; look for " + firewall_text() : "");
         case CommError::Kind::kUnreachable:
             return own_name() + ": no rank is late, but " + title(culprit) + " cannot be reached from " + title(other) +
                    ": the link between their hosts does not deliver, in " + what +
-                   "; see the interfaces, routes, firewalls and MTU of both, or go on without one of them by "
-                   "dist_prims.shrink()";
+                   "; see the interfaces, routes, firewalls and MTU of both, or " +
+                   (is_first_contact ? "look for " + firewall_text()
+                                     : "go on without one of them by dist_prims.shrink()");
         case CommError::Kind::kExhausted:
-            return ranks + " has no file descriptor left for a connection, in " + what +
-                   "; raise the limit of that rank (ulimit -n), or look for what it does not close";
+            return ranks + " has no file descriptor left for a connection, or no port, in " + what +
+                   "; raise the limit of that rank (ulimit -n, or net.ipv4.ip_local_port_range), or look for what it "
+                   "does not close";
         default:
             return ranks + " has given up waiting " + awaited_text(culprit) + "; create the group again before " + what;
     }

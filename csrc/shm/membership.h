@@ -87,7 +87,11 @@ public:
     std::vector<int> ended() const;
 
     // Sets a hook that every wait calls at intervals, on the waiting thread. An exception from the hook ends the wait.
-    void on_wait(std::function<void()> interrupt) { interrupt_ = std::move(interrupt); }
+    // `is_being_made`: errors take a rank that cannot be reached for one that a firewall may hide.
+    void on_wait(std::function<void()> interrupt, bool is_being_made = false) {
+        interrupt_ = std::move(interrupt);
+        is_being_made_ = is_being_made;
+    }
     // Sets a hook that waits for ranks of this host call at intervals. Its argument is the group rank of one awaited
     // rank.
     void on_awaited(std::function<void(int)> hook) { awaited_hook_ = std::move(hook); }
@@ -161,6 +165,7 @@ private:
     void check_stop(const What& what) const;
     void run_awaited_hook(const std::function<bool(int)>& awaited) const;
     std::vector<int> ended_processes(const std::function<bool(int)>& awaited) const;
+    bool is_local(int number) const;
     std::string loss_text(int culprit) const;
     std::string text(const WaitGraph::Verdict& late) const;
     std::string name_of(int late) const;
@@ -178,6 +183,7 @@ private:
     std::mutex verdict_guard_;
     bool has_verdict_ = false;
     std::function<void()> interrupt_;
+    bool is_being_made_ = false;
     std::function<void(int)> awaited_hook_;
     std::atomic<int> core_{kNowhere};
     std::atomic<Clock::rep> yield_again_{0};  // the time from which sched_yield() is tried again

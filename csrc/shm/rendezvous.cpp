@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <cstring>
 #include <list>
 #include <optional>
@@ -309,9 +310,11 @@ private:
         const Descriptor connection = connect_to(address_of(word), is_refused);
         if (is_refused) {
             wait_for_reason(0);
-            fail(Kind::kPeerDied, title(0) +
-                                      " does not listen any more: it has died or given up while the group was "
-                                      "made, or is in another network namespace");
+            const char* const host = std::getenv("DIST_PRIMS_HOST_ID");
+            const std::string other_host = std::string(", or is on another host: DIST_PRIMS_HOST_ID=") +
+                                           (host ? host : "") + " is set on both, and must be different on each host";
+            fail(Kind::kPeerDied, title(0) + " does not listen here: it has died or given up while the group was made" +
+                                      (host ? other_host : ""));
         }
         if (connection.get() < 0 || !is_our_user(connection) || !handshake(connection, word)) return;
         while (!is_complete()) {

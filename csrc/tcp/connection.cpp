@@ -6,7 +6,7 @@
 namespace dist_prims {
 
 OutgoingConnection::OutgoingConnection(const std::string& address, const Greeting& greeting)
-    : socket_(connect_to(address)) {
+    : address_(address), socket_(connect_to(address)) {
     push(greeting, nullptr);
 }
 
@@ -39,7 +39,9 @@ void OutgoingConnection::write() {
             asked += unsent.bytes() - unsent.sent;
         }
         const SocketResult result = write_some(socket_, parts.data(), count);
-        if (!result.error.empty()) return fail(result.error);
+        if (!result.error.empty())
+            return fail(has_sent_ ? result.error : Failure{address_ + ": " + result.error.text, result.error.number});
+        has_sent_ = has_sent_ || result.bytes > 0;
         advance(result.bytes);
         if (result.bytes < asked) return;  // the kernel's buffer is full
     }

@@ -60,8 +60,10 @@ private:
     void push(const Head& head, const TcpMessagePtr& message);
     void advance(std::size_t bytes);
 
+    const std::string address_;
     Socket socket_;
     std::deque<Unsent> queue_;
+    bool has_sent_ = false;
     Failure error_;
 };
 

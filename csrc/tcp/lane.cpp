@@ -40,6 +40,7 @@ void watch(const Socket& events, int operation, int descriptor, std::uint64_t ke
             throw Transport::UnreachableError(failure.text);
         case EMFILE:
         case ENFILE:
+        case EADDRNOTAVAIL:  // no port for the own end of a connection
             throw Transport::ExhaustedError(failure.text);
         default:
             throw Transport::TransportError(failure.text);

@@ -20,7 +20,7 @@ from ..rendezvous.network import (
     join_address,
     listen,
 )
-from ..rendezvous.rank_values import from_rank_0, values_of_ranks
+from ..rendezvous.rank_values import from_rank_0, values_of_ranks, wait_for_readers
 from .extension import extension
 
 __all__: list[str] = []
@@ -70,6 +70,7 @@ def exchange(
     found = values_of_ranks(store, rank, name, size)
     for each, answer in enumerate(found):
         if answer.startswith(_FAILED):
+            wait_for_readers(store, rank, name, size)
             raise RuntimeError(f"rank {rank}: rank {each} {failure}: {answer[len(_FAILED) :]}")
     return endpoint, found
 
@@ -126,6 +127,7 @@ def _address_towards_master() -> str:
     try:
         address = address_towards(master, int(os.environ.get("MASTER_PORT", "1")))
     except OSError as error:
-        raise ValueError(f"MASTER_ADDR={master}: {error}; {_REMEDY}") from error
+        remedy = f"; {_REMEDY}" if error.errno else ""  # without a number the error has its own remedy
+        raise ValueError(f"MASTER_ADDR={master}: {error}{remedy}") from error
     # A name may stand for a loopback address on its own host.
     return address if is_loopback(master) or not is_loopback(address) else ""

@@ -26,6 +26,7 @@ PORTS = "DIST_PRIMS_PORTS"
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _LINK_LOCAL = 0x20  # the scope of an address in /proc/net/if_inet6
 _UNUSABLE, _SECOND_CHOICE = 0x48, 0x21  # linux/if_addr.h: tentative or a duplicate; deprecated or temporary
+_KERNEL_PORTS = "net.ipv4.ip_local_port_range"
 _BACKLOG = 4096  # all ranks may connect at once
 
 
@@ -93,8 +94,11 @@ def at_free_port(bind: Callable[[int], T]) -> T:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-    name = f"{PORTS}={os.environ[PORTS]}" if PORTS in os.environ else "net.ipv4.ip_local_port_range"
-    raise OSError(f"all ports of {name} are in use on this host; give a wider range, or end other programs")
+    raise _no_port(f"{PORTS}={os.environ[PORTS]}" if PORTS in os.environ else _KERNEL_PORTS)
+
+
+def _no_port(ports_of: str) -> OSError:
+    return OSError(f"all ports of {ports_of} are in use on this host; give a wider range, or end other programs")
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
@@ -144,6 +148,8 @@ def address_towards(address: str, port: int) -> str:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
                 probe.connect(target)
+            except BlockingIOError:
+                raise _no_port(_KERNEL_PORTS) from None
             except OSError as error:  # this host has no address of this family
                 failure = error
             else:

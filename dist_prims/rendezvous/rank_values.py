@@ -60,18 +60,22 @@ def from_rank_0(store: Any, rank: int, size: int, key: str, make: Callable[[], s
             value = make()
         except Exception as error:
             store.set(key, f"!{type(error).__name__}: {error}")
-            _wait_for_readers(store, key, size - 1)
+            wait_for_readers(store, rank, key, size)
             raise
         store.set(key, f"={value}")
         return value
     [answer] = values_at(store, rank, {0: key})
     if answer.startswith("!"):
-        store.add(f"{key}/read", 1)
+        wait_for_readers(store, rank, key, size)
         raise RuntimeError(f"dist_prims: rank {rank}: the group is not created, because rank 0 failed: {answer[1:]}")
     return answer[1:]
 
 
-def _wait_for_readers(store: Any, key: str, readers: int) -> None:
-    """Wait until the other ranks have read the error: it may end rank 0 and the store, whose loss they would report."""
-    with contextlib.suppress(TimeoutError, dist.DistError):  # the error of rank 0 matters more
-        until(lambda: store.add(f"{key}/read", 0) == readers, time.monotonic() + SECONDS_FOR_READERS, "the readers")
+def wait_for_readers(store: Any, rank: int, key: str, size: int) -> None:
+    """Note that this rank has read an error; rank 0 waits for the others, which would report the loss of its store."""
+    with contextlib.suppress(TimeoutError, dist.DistError):  # the error matters more
+        if rank:
+            store.add(f"{key}/read", 1)
+        else:
+            deadline = time.monotonic() + SECONDS_FOR_READERS
+            until(lambda: store.add(f"{key}/read", 0) == size - 1, deadline, "the readers")

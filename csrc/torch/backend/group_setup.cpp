@@ -66,7 +66,7 @@ std::shared_ptr<HostSegment> make_host_segment(const c10::intrusive_ptr<c10d::St
         std::make_shared<HostSegment>(std::make_shared<Mapping>(attached.memory), local_rank, local_size, slot, names);
     host_segment->one_shot = setup.one_shot_bytes;
     host_segment->membership.watch(std::move(attached.exits));
-    host_segment->membership.on_wait([creation] { creation.look(); });
+    host_segment->membership.on_wait([creation] { creation.look(); }, true);
     return host_segment;
 }
 
