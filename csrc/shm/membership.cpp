@@ -331,7 +331,7 @@ std::string Membership::error_text(const Notice& notice, const std::string& what
                    (is_first_contact ? "; look for " + firewall_text() : "");
         case CommError::Kind::kUnreachable:
             return own_name() + ": no rank is late, but " + title(culprit) + " cannot be reached from " + title(other) +
-                   ": the link between their hosts does not deliver, in " + what +
+                   ": the link between their hosts does not deliver, or a host is down, in " + what +
                    "; see the interfaces, routes, firewalls and MTU of both, or " +
                    (is_first_contact ? "look for " + firewall_text()
                                      : "go on without one of them by dist_prims.shrink()");

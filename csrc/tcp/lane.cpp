@@ -281,7 +281,7 @@ void TcpLane::flush(int peer) {
 }
 
 void TcpLane::end_outgoing(int peer, const Failure& failure) {
-    if (gone_.emplace(peer, Gone{failure, Clock::now()}).second && on_gone_) on_gone_(peer, failure.text);
+    if (gone_.emplace(peer, Gone{failure, Clock::now()}).second && on_gone_) on_gone_(peer, failure);
     const auto found = outgoing_.find(peer);
     if (found == outgoing_.end()) return;
     found->second.connection.fail(failure);
@@ -294,7 +294,7 @@ void TcpLane::read(int peer) {
     connection.read(inbox_);
     if (!connection.error().empty()) {
         if (!connection.has_left() && dead_rank_ == Transport::kAnyone) dead_rank_ = peer;
-        if (ended_.emplace(peer, connection.error()).second && on_gone_) on_gone_(peer, connection.error().text);
+        if (ended_.emplace(peer, connection.error()).second && on_gone_) on_gone_(peer, connection.error());
         inbox_.fail(peer, connection.error());
         incoming_.erase(peer);
         return;

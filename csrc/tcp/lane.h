@@ -32,7 +32,7 @@ public:
     enum class WaitResult { kDone, kAborted, kLate };
     using Connect = std::function<OutgoingConnection(int peer)>;
 
-    using OnGone = std::function<void(int peer, const std::string& reason)>;
+    using OnGone = std::function<void(int peer, const Failure& failure)>;
 
     // `polls`: see Polling. `on_gone`: see TcpTransport.
     TcpLane(Connect connect, bool polls, OnGone on_gone = nullptr);

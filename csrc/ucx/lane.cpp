@@ -277,9 +277,11 @@ void Lane::on_error(void* user_data, ucp_ep_h, ucs_status_t status) {
     peer.lane->mark_gone(peer, calls()->status_string(status));
 }
 
-void Lane::on_gone(int peer, const std::string& reason) {
+void Lane::on_gone(int peer, const Failure& failure) {
     const Guard guard(*this);
-    mark_gone(peers_[static_cast<std::size_t>(peer)], reason);
+    Peer& ended = peers_[static_cast<std::size_t>(peer)];
+    if (ended.gone.empty()) ended.is_unreachable = failure.number == ETIMEDOUT;
+    mark_gone(ended, failure.text);
 }
 
 void Lane::mark_gone(Peer& peer, const std::string& reason) {

@@ -49,7 +49,7 @@ public:
     void release(const MessagePtr& message);
 
     // The process of a rank has ended, or it has left the group. Messages that it has sent before are still received.
-    void on_gone(int peer, const std::string& reason);
+    void on_gone(int peer, const Failure& failure);
     // Gives the network what has been sent, for a limited time.
     void leave();
     // Fails all messages, also future ones. What has been sent is given to the network first, for a limited
@@ -73,7 +73,7 @@ private:
         ucp_ep_h endpoint = nullptr;  // made by the first message to the rank
         bool is_broken = false;       // the endpoint: it must be closed
         std::string gone{};           // why nothing can be sent any more; empty as long as the rank is there
-        bool is_unreachable = false;  // no device of UCX leads to the rank
+        bool is_unreachable = false;  // no device of UCX leads to the rank, or its host answers nothing
         Clock::time_point since{};    // when it went
         bool has_failed = false;      // nothing can come any more either
     };

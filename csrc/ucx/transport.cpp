@@ -52,7 +52,7 @@ UcxTransport::UcxTransport(std::unique_ptr<Worker> worker, Connections connectio
             connections.tcp.polls),
       control_(
           std::move(connections.tcp), connections.rank, [this] { lane_.close(kLate); },
-          [this](int peer, const std::string& reason) { lane_.on_gone(peer, reason); }),
+          [this](int peer, const Failure& failure) { lane_.on_gone(peer, failure); }),
       wake_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
     if (wake_.descriptor() < 0) throw std::system_error(errno, std::generic_category(), "eventfd()");
     thread_ = start_thread("rank " + std::to_string(connections.rank) + ": the thread of the transport over UCX",

@@ -18,6 +18,7 @@ from ..rendezvous.network import (
     is_loopback,
     is_name,
     join_address,
+    keep_alive,
     listen,
 )
 from ..rendezvous.rank_values import from_rank_0, values_of_ranks, wait_for_readers
@@ -42,6 +43,7 @@ def make(store: Any, rank: int, hosts: Sequence[str], address: str, key: str) ->
     def listening() -> tuple[Any, str]:
         made = listen(address)
         made.setblocking(False)
+        keep_alive(made)
         published = join_address(address, made.getsockname()[1])
         return extension().TcpEndpoint(made.detach()), published
 

@@ -50,7 +50,7 @@ _WITHOUT_RDMA = {"UCX_MEM_EVENTS": "n"}
 
 # Settings of each worker.
 # - No shared memory: it is for ranks of one host, whose messages do not travel over a transport.
-# - No keepalive: a link that is down for a while is a matter of the timeout, as with TCP.
+# - No keepalive: the connections of the control lane have it (rendezvous/network.py).
 # - No connect() that blocks: the thread holds a lock.
 # - Large reads: all_reduce of 16 MB takes 0.7 of the time with the default of 64K.
 _SETTINGS = {

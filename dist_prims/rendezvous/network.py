@@ -22,10 +22,12 @@ __all__: list[str] = []
 
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
-PORTS = "DIST_PRIMS_PORTS"
+PORTS, KEEPALIVE = "DIST_PRIMS_PORTS", "DIST_PRIMS_KEEPALIVE"
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _LINK_LOCAL = 0x20  # the scope of an address in /proc/net/if_inet6
 _UNUSABLE, _SECOND_CHOICE = 0x48, 0x21  # linux/if_addr.h: tentative or a duplicate; deprecated or temporary
+_SHORTEST_KEEPALIVE, _LONGEST_KEEPALIVE = 6, 32_767  # seconds; linux/tcp.h
+_PROBES = 4
 _KERNEL_PORTS = "net.ipv4.ip_local_port_range"
 _BACKLOG = 4096  # all ranks may connect at once
 
@@ -110,6 +112,23 @@ def listen(address: str, port: int = 0) -> socket.socket:
         return socket.create_server((address, at), family=family, dualstack_ipv6=is_dual, backlog=_BACKLOG)
 
     return server(port) if port else at_free_port(server)
+
+
+def keep_alive(listening: socket.socket) -> None:
+    """Let connections that are accepted here fail if the other host answers nothing for DIST_PRIMS_KEEPALIVE seconds.
+
+    The kernel probes idle connections: at first after a third of the time, then four times. The kernel of the other
+    host answers, also for a process that reads nothing or is stopped. Connections inherit the options of the socket.
+    """
+    text = os.environ.get(KEEPALIVE, "30")
+    if not text.isdecimal() or not _SHORTEST_KEEPALIVE <= int(text) <= _LONGEST_KEEPALIVE:
+        raise ValueError(f"{KEEPALIVE}={text!r}: give seconds, {_SHORTEST_KEEPALIVE} to {_LONGEST_KEEPALIVE}")
+    idle = int(text) // 3
+    interval = (int(text) - idle) // _PROBES
+    options = {socket.TCP_KEEPIDLE: idle, socket.TCP_KEEPINTVL: interval, socket.TCP_KEEPCNT: _PROBES}
+    for option, value in options.items():
+        listening.setsockopt(socket.IPPROTO_TCP, option, value)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def addresses() -> list[str]:

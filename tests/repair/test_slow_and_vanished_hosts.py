@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from netns import cluster, needs_hosts
+from transports import require
 
 pytestmark = [needs_hosts, pytest.mark.slow, pytest.mark.timeout(150)]
 
@@ -37,3 +38,45 @@ def test_a_slow_host_is_reported_with_its_rate() -> None:
     line = r"^dist_prims: rank {}: all_reduce\(SUM.* as call number \d+: \d+ s so far, the timeout is 20 s; {} .*rank$"
     assert re.search(line.format("[01]", r"rank 2 on host host2 gets 0\.\d\d MB/s"), said, re.MULTILINE), said
     assert not re.search(line.format("[01]", "rank [01] on"), said, re.MULTILINE), said
+
+
+# The timeout is longer than the test: an error comes from the probes alone. Rank 2 vanishes while rank 0 computes and
+# rank 1 waits.
+VANISHES = """
+dist_prims.init("dist_prims", timeout=1000)
+total = torch.ones(2)
+dist.all_reduce(total)
+if rank == 0:
+    dist.isend(torch.ones(4_000_000), 2)
+time.sleep(10)  # longer than the limit
+if rank == 2:
+    dist.recv(torch.empty(4_000_000), 0)
+dist.all_reduce(total)
+print("begins", flush=True)
+if rank == 2:
+    time.sleep(100)
+time.sleep(10 if rank == 0 else 0)
+try:
+    dist.all_reduce(total)
+except dist_prims.CommError as error:
+    print(f"{rank}: {type(error).__name__} {error}", flush=True)
+dist_prims.shrink(timeout=1000)
+dist.all_reduce(total)
+print(f"{rank}: ends as {dist.get_rank()} of {dist.get_world_size()}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ucx"])
+def test_a_host_that_vanishes_while_ranks_compute_is_noticed_before_a_timeout(transport: str) -> None:
+    """The next call noticed it, after its timeout. A rank that reads nothing for longer than the limit is not lost."""
+    require(transport)
+    env = {**SECRET, "DIST_PRIMS_KEEPALIVE": "6", "DIST_PRIMS_TRANSPORT": transport}
+    with cluster(3, 1, [sys.executable, "-c", INIT + VANISHES], how="each", timeout=140, env=env) as job:
+        job.wait_for("begins", 3)
+        job.cut(2)
+        job.wait_for("ends as", 2, timeout=90)
+        said = job.stdout.read_text()
+    for rank in range(2):
+        words = rf"^{rank}: CommError rank {rank}: .*rank 2 on host host2 cannot be reached"
+        assert re.search(words, said, re.MULTILINE), said
+        assert f"{rank}: ends as {rank} of 2" in said, said
