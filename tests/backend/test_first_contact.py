@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import sys
 
 import pytest
@@ -11,7 +12,7 @@ from netns import cluster, needs_hosts
 from ranks import span
 
 from dist_prims.errors import CommError
-from dist_prims.rendezvous.network import join_address
+from dist_prims.rendezvous.network import KEEPALIVE, join_address, keep_alive
 
 SECRET = {"DIST_PRIMS_SECRET": "x" * 32, "DIST_PRIMS_QUIET": "1"}
 PROGRAM = """
@@ -136,3 +137,13 @@ def test_a_host_without_free_ports_is_the_cause() -> None:
         )
     assert re.search("ValueError MASTER_ADDR=10.0.0.1: all ports of net.ipv4.ip_local_port_range are in use", own), own
     assert "GLOO_SOCKET_IFNAME" not in own
+
+
+@pytest.mark.parametrize("text", ["", "5", "-6", "1.5", "40000"])
+def test_a_limit_of_idle_connections_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEEPALIVE, text)
+    with (
+        socket.socket() as listening,
+        pytest.raises(ValueError, match=f"{KEEPALIVE}='{text}': give seconds, 6 to 32767"),
+    ):
+        keep_alive(listening)
