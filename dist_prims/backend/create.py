@@ -35,10 +35,10 @@ from . import link_costs, mpi_library, quorum_ranks, tcp_endpoint, transport_sel
 from .dump_flight_record import dump_file
 from .extension import extension
 from .group_setup import GroupSetup, MadeGroup
+from .multi_host import MultiHostSchedules
 from .options import BackendOptions, keep_options, slot_bytes_of
 from .origin import GroupRequest, Origin, Repairs, Trait
 from .pins import pin_schedules
-from .schedule_choice import MultiHostSchedules
 from .tuning import tuned
 
 __all__: list[str] = []

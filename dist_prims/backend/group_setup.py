@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from ..backend_name import NAME
 from . import link_costs
+from .multi_host import MultiHostSchedules
 from .origin import GroupRequest, Origin, Trait
-from .schedule_choice import MultiHostSchedules
 from .tuning import CALIBRATION
 
 __all__: list[str] = []

@@ -15,8 +15,8 @@ from ..schedules.host_order import HostOrder
 from ..schedules.program import RankSchedule
 from ..schedules.schedule_builder import build_shared
 from ..schedules.trust import shortened
+from .multi_host import MultiHostSchedules
 from .options import PINNABLE, BackendOptions
-from .schedule_choice import MultiHostSchedules
 
 __all__: list[str] = []
 

@@ -14,7 +14,7 @@ from values import equal, held, summed
 
 import dist_prims
 from dist_prims.backend.link_costs import ASSUMED
-from dist_prims.backend.schedule_choice import MultiHostSchedules
+from dist_prims.backend.multi_host import MultiHostSchedules
 from dist_prims.collectives import channel
 from dist_prims.errors import MismatchError
 from dist_prims.schedules import Schedule, build

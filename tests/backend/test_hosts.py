@@ -17,7 +17,7 @@ from netns import cluster, needs_hosts, on_hosts
 from ranks import span
 from transports import require
 
-from dist_prims.backend.schedule_choice import MultiHostSchedules
+from dist_prims.backend.multi_host import MultiHostSchedules
 
 pytestmark = needs_hosts
 
@@ -65,7 +65,7 @@ def test_sums_over_links_by_mpi(name: str) -> None:
 PHASES = """
 import os, pathlib, signal, sys, time, torch, torch.distributed as dist, dist_prims
 from datetime import timedelta
-from dist_prims.backend.schedule_choice import MultiHostSchedules
+from dist_prims.backend.multi_host import MultiHostSchedules
 from dist_prims.errors import CommError
 host, folder = int(os.environ["HOST"]), pathlib.Path(os.environ["FOLDER"])
 sys.path.insert(0, os.environ["TESTS"])

@@ -16,7 +16,7 @@ from wrapping import go_round, refuse
 
 import dist_prims
 from dist_prims.backend.link_costs import ASSUMED
-from dist_prims.backend.schedule_choice import MultiHostSchedules
+from dist_prims.backend.multi_host import MultiHostSchedules
 from dist_prims.errors import MismatchError
 from dist_prims.schedules import Schedule, algorithm
 from dist_prims.schedules.contract import COLLECTIVES

@@ -16,7 +16,7 @@ from values import every_collective
 
 from dist_prims import MismatchError
 from dist_prims.backend.link_costs import ASSUMED
-from dist_prims.backend.schedule_choice import MultiHostSchedules
+from dist_prims.backend.multi_host import MultiHostSchedules
 from dist_prims.schedules import Schedule
 from dist_prims.schedules.piggyback import MOST_BYTES, added_seconds, fits
 from dist_prims.schedules.program import FOLLOWED

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dist_prims.backend import schedule_choice
+from dist_prims.backend import multi_host
 from dist_prims.backend.link_costs import ASSUMED
-from dist_prims.backend.schedule_choice import MultiHostSchedules
+from dist_prims.backend.multi_host import MultiHostSchedules
 from dist_prims.schedules import Schedule, Step, algorithm, build, program, registry, schedule_builder, unregister
 from dist_prims.schedules.program import compile_program
 from dist_prims.schedules.recommend import recommend
@@ -31,7 +31,7 @@ def schedules(names: str, rank: int = 0, measured: Mapping[str, Any] = ASSUMED) 
 
 def clear() -> None:
     for cached in (
-        schedule_choice._recommended,
+        multi_host._recommended,
         schedule_builder._build_once,
         registry.load_by_card,
         program._compiled,
@@ -48,10 +48,10 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
         calls.append(given)
         return recommend(*given, **options)
 
-    schedule_choice._recommended.cache_clear()
-    monkeypatch.setattr(schedule_choice, "recommend", counted)
+    multi_host._recommended.cache_clear()
+    monkeypatch.setattr(multi_host, "recommend", counted)
     yield calls
-    schedule_choice._recommended.cache_clear()
+    multi_host._recommended.cache_clear()
 
 
 def test_roots_and_groups_of_one_shape_share_a_choice(searches: list[tuple[Any, ...]]) -> None:

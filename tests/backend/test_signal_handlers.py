@@ -22,7 +22,7 @@ from launching import run_scripts
 from ranks import backend_of, span, spawn, store
 
 import dist_prims
-from dist_prims.backend.schedule_choice import MultiHostSchedules
+from dist_prims.backend.multi_host import MultiHostSchedules
 from dist_prims.errors import CommError
 
 LIMIT = 50  # seconds, of any wait here

@@ -9,9 +9,9 @@ from ranks import backend_of
 
 import dist_prims
 from dist_prims.backend.link_costs import ASSUMED
+from dist_prims.backend.multi_host import MultiHostSchedules
 from dist_prims.backend.options import PINNABLE
 from dist_prims.backend.pins import pin_schedules
-from dist_prims.backend.schedule_choice import MultiHostSchedules
 from dist_prims.rendezvous.hosts import host_id
 from dist_prims.schedules import Schedule
 
