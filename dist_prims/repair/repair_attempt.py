@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import functools
+import os
 import time
 from collections.abc import Callable, Generator, Iterable
 from datetime import timedelta
@@ -34,6 +36,7 @@ _SHORTEST_INTERVAL, _LONGEST_INTERVAL = 0.0002, 0.005  # seconds between looks
 _FIRST_PROBE = 0.02  # seconds until the first probe of the processes on other hosts
 _CALL_TIME = 1.0  # seconds for a server of registers to answer
 _TIME_FOR_MAJORITY = 10.0  # seconds for paused servers of registers to go on
+_FEW_DESCRIPTORS = 4  # fewer are left where a call has failed for want of one: it has closed what it had opened
 
 T = TypeVar("T")
 
@@ -110,11 +113,10 @@ class RepairAttempt:
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
-            raise CommError(
-                f"rank {self._rank}: this process has no file descriptor left to repair the group; raise its limit "
-                "(`ulimit -n`), or close what it does not need, and call again"
-            ) from error
+            raise self._without_descriptors() from error
         except NoMajorityError:
+            if _lacks_descriptors():
+                raise self._without_descriptors() from None
             raise CommError(
                 f"rank {self._rank}: this rank cannot reach a majority of the ranks "
                 f"{quorum_ranks(self._made.hosts)}, so others may go on without it; end this process, or start the job "
@@ -122,6 +124,15 @@ class RepairAttempt:
             ) from None
         finally:
             self._registers.close()
+
+    def _without_descriptors(self) -> CommError:
+        """Announce, if this rank reaches the registers, that the others need not wait for it; return its error."""
+        with contextlib.suppress(OSError, NoMajorityError):
+            self._registers.announce(Record(self._round, gone=frozenset({self._rank})).text())
+        return CommError(
+            f"rank {self._rank}: this process has no file descriptor left to repair the group; raise its limit "
+            "(`ulimit -n`), or close what it does not need, and call again"
+        )
 
     def _make_registers(self) -> Registers:
         if not self._spans_hosts:
@@ -213,8 +224,15 @@ class RepairAttempt:
             self._serving(address)
             return address
         except (OSError, RuntimeError, ValueError) as error:
-            self._error = error
+            self._note_failure(error)
             return ""
+
+    def _note_failure(self, error: Exception) -> None:
+        """Keep the error for the text of another one. A rank without descriptors gives up, so that the other ranks can
+        make the group."""
+        self._error = error
+        if not self._newcomers and _lacks_descriptors():
+            raise OSError(errno.EMFILE, "the group cannot be made") from error
 
     def _own_address(self) -> str:
         if not self._serves_hosts:
@@ -253,7 +271,21 @@ class RepairAttempt:
         try:
             self.backend, self.store = call_in_thread(make, limit, discard=lambda made: made[0].abort())
         except (OSError, RuntimeError, ValueError) as error:  # also CommError
-            self._error = error
+            self._note_failure(error)
             return False
         self.backend.set_timeout(timeout)
         return True
+
+
+def _lacks_descriptors() -> bool:
+    """Whether this process has so few descriptors left that it cannot take part in a repair."""
+    opened: list[int] = []
+    try:
+        while len(opened) < _FEW_DESCRIPTORS:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        return True
+    finally:
+        for each in opened:
+            os.close(each)
+    return False

@@ -1,19 +1,37 @@
-"""The hosts of a storm of failures (storm.py): names of groups of processes, or network namespaces."""
+"""The hosts of a storm of failures (storm.py): names of groups of processes, or network namespaces; and faults."""
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
+import random
 import socket
 import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 _CLONE_NEWUTS, _CLONE_NEWNET = 0x04000000, 0x40000000  # linux/sched.h
+_SCRIPT = Path(__file__).parents[2] / "launch_scripts/netns-inside.sh"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What happens for a while to processes, or to the links of hosts. ``hosts`` are two of kind "block"."""
+
+    kind: str
+    began: float
+    until: float
+    end: Callable[[], object]
+    processes: frozenset[int] = frozenset()
+    hosts: frozenset[int] = frozenset()
 
 
 class NamedHosts:
     """Hosts that are only names: all processes use the loopback interface, and no link can be cut."""
 
-    can_be_cut = False
+    have_links = False
+    folder: str | None = None  # for files
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -24,10 +42,8 @@ class NamedHosts:
             os.environ["DIST_PRIMS_HOST_ID"] = f"host{host}"
             os.environ["MASTER_ADDR"] = "127.0.0.1"
 
-    def cut(self, host: int) -> None:
-        raise NotImplementedError
-
-    def mend(self, host: int) -> None:
+    def fail(self, kind: str, hosts: Sequence[int], choose: random.Random) -> tuple[Callable[[], None], str]:
+        """Let the links of these hosts fail; return what mends them, and the commands."""
         raise NotImplementedError
 
 
@@ -38,7 +54,8 @@ class NamespaceHosts(NamedHosts):
     command, would need a protocol, and the storm could not signal the processes itself.
     """
 
-    can_be_cut = True
+    have_links = True
+    folder = "/var/run"  # which ends with the hosts
 
     def enter(self, host: int) -> None:
         with open(f"/var/run/netns/host{host}") as namespace:
@@ -47,12 +64,34 @@ class NamespaceHosts(NamedHosts):
                 raise OSError(ctypes.get_errno(), f"cannot enter host{host}")
         socket.sethostname(f"host{host}")  # gloo listens on the address of this name
 
-    def cut(self, host: int) -> None:
-        """From now on the packets of the host vanish; no connection is closed."""
-        self._set_link(host, "down")
+    def fail(self, kind: str, hosts: Sequence[int], choose: random.Random) -> tuple[Callable[[], None], str]:
+        link, shape = f"ip link set host{hosts[0]}", f"bash {_SCRIPT} shape host{hosts[0]}"
+        faults = {
+            "cut": [(f"{link} down", f"{link} up")],
+            "vanish": [(f"{link} down", f"{link} up")],
+            "limit": [(f"{link} mtu 1400", f"{link} mtu 9000")],
+            "slow": [(f"{shape} 20mbit", f"{shape} none")],
+            "block": _block(hosts, choose) if kind == "block" else [],
+        }
+        begin, end = ([pair[which] for pair in faults[kind]] for which in (0, 1))
+        _run(begin)
+        return lambda: _run(end), "; ".join(begin)
 
-    def mend(self, host: int) -> None:
-        self._set_link(host, "up")
 
-    def _set_link(self, host: int, state: str) -> None:
-        subprocess.run(["ip", "link", "set", f"host{host}", state], check=True, timeout=20)
+def _block(hosts: Sequence[int], choose: random.Random) -> list[tuple[str, str]]:
+    """For one direction or both: the commands that let no packet pass, in silence or with an error, and their ends."""
+    is_silent, commands = choose.random() < 0.5, []
+    for here, there in [hosts, hosts[::-1]][: choose.randint(1, 2)]:
+        address, ip = f"10.0.0.{there + 1}", f"ip -n host{here}"
+        if is_silent:
+            nowhere = f"{ip} neigh replace {address} lladdr 02:00:00:00:00:99 dev eth0 nud permanent"
+            commands.append((nowhere, f"{ip} neigh del {address} dev eth0"))
+        else:
+            rule = f"to {address} unreachable pref 0"
+            commands.append((f"{ip} rule add {rule}", f"{ip} rule del {rule}"))
+    return commands
+
+
+def _run(commands: Sequence[str]) -> None:
+    for command in commands:
+        subprocess.run(command.split(), check=True, timeout=20)

@@ -15,6 +15,7 @@ pytestmark = [needs_hosts, pytest.mark.slow, pytest.mark.timeout(240)]
 # Each rank does collectives until an error, and then as many in the group of those that are left.
 PROGRAM = """
 import os, subprocess, sys
+import numpy.ma  # which the choice of a schedule would import, with a descriptor
 import torch, torch.distributed as dist
 import dist_prims
 
@@ -25,11 +26,13 @@ def run(host, local, ranks):
     torch.set_num_threads(1)
     dist_prims.init("dist_prims", timeout=float(sys.argv[1]))
     rank = dist.get_rank()
-    steps(3)
+    steps(int(os.environ["STEPS"]))
     print(f"{rank}: begins", flush=True)
     if local == 0 and len(sys.argv) > 2 + host:
         for command in filter(None, sys.argv[2 + host].split(";")):
-            subprocess.run(command.split(), check=True)
+            free = os.dup(0)
+            os.close(free)
+            subprocess.run(command.format(pid=os.getpid(), free=free).split(), check=True)
     try:
         steps(100_000)
     except dist_prims.CommError as error:
@@ -71,14 +74,15 @@ def outcomes(
     ending: int,
     commands: Mapping[int, str] | None = None,
     timeout: float = 4,
+    steps: int = 3,
 ) -> tuple[dict[int, str], dict[int, str]]:
     """What the ranks say of the error and of the group after it, when so many have ended. ``commands``: what a host
-    runs when the ranks have begun."""
+    runs when the ranks have begun, after ``steps`` steps."""
     program = folder / "program.py"
     program.write_text(PROGRAM)
     of_hosts = [(commands or {}).get(host, "") for host in range(hosts)]
     command = [sys.executable, str(program), str(timeout), *of_hosts]
-    env = {"DIST_PRIMS_SECRET": "x" * 32, "DIST_PRIMS_QUIET": "1"}
+    env = {"DIST_PRIMS_SECRET": "x" * 32, "DIST_PRIMS_QUIET": "1", "STEPS": str(steps)}
     with cluster(hosts, ranks, command, how="each", rate="1gbit", timeout=200, env=env) as job:
         job.wait_for(": begins", hosts * ranks)
         fault(job)
@@ -98,6 +102,7 @@ def check_cut(failed: Mapping[int, str], first: int, second: int) -> None:
     for rank, text in failed.items():
         assert text.startswith(f"CommError rank {rank}: no rank is late, but "), text
         assert link in text or back in text, text
+        assert "tag" not in text, text  # it was that of an internal message
 
 
 UNREACHABLE = {2: "ip rule add to 10.0.0.4 unreachable pref 0", 3: "ip rule add to 10.0.0.3 unreachable pref 0"}
@@ -132,3 +137,21 @@ def test_all_ranks_of_a_host_that_vanishes_are_left_out_at_once(tmp_path: Path) 
     failed, ended = outcomes(tmp_path, 3, 2, lambda job: job.cut(2), 4)
     assert all(re.search(r"rank [45] on host host2 has not replied", failed[rank]) for rank in range(4)), failed
     assert ended == {rank: f"as {rank} of 4" for rank in range(4)}
+
+
+def test_a_rank_asks_its_own_registers_without_its_network(tmp_path: Path) -> None:
+    """Two ranks are left of three that serve registers, so both are needed. Rank 1, which cannot connect to its own
+    address, found no majority."""
+    _, ended = outcomes(tmp_path, 3, 1, lambda job: job.cut(2), 2, {1: "ip link set lo down"})
+    assert {rank: ended[rank] for rank in range(2)} == {rank: f"as {rank} of 2" for rank in range(2)}
+
+
+def test_a_rank_without_descriptors_is_named_and_left_out(tmp_path: Path) -> None:
+    """The others blamed the rank that it could not reach, as dead. Its shrink() raised an OSError."""
+    starve = {1: "prlimit --pid {pid} --nofile={free}:"}
+    failed, ended = outcomes(tmp_path, 3, 2, lambda _: None, 6, starve, steps=0)
+    for rank, text in failed.items():
+        assert re.search(rf"rank {rank}: rank 2 on host host1 has no file descriptor left", text), failed
+    left = [0, 1, 3, 4, 5]
+    assert {rank: ended[rank] for rank in left} == {rank: f"as {left.index(rank)} of 5" for rank in left}, ended
+    assert re.search("rank 2: this process has no file descriptor left", ended[2]), ended
