@@ -1,7 +1,7 @@
 """A storm of failures: ranks are killed, stopped and started, and hosts and links fail, while they use their group.
 
     python tests/helpers/storm.py --events 100 --seed 1
-    ./launch_scripts/netns-hosts.sh 3 1 none --login -- python tests/helpers/storm.py --events 20 --hosts 3 --links
+    ./launch_scripts/netns-hosts.sh 3 1 none --login -- python tests/helpers/storm.py --hosts 3 --kinds join cut
 
 Each process (storm_rank.py) repeats: collectives of numbers that tell which ranks took part, checked against the
 members of the group; from time to time ``grow``; after an error ``shrink``. The parent sends the signals, lets the
@@ -77,10 +77,10 @@ class Outcome:
 class Storm:
     """The parent: it starts the processes, and disturbs them."""
 
-    def __init__(self, seed: int, hosts: NamedHosts, folder: Path) -> None:
+    def __init__(self, seed: int, hosts: NamedHosts, kinds: Iterable[str], folder: Path) -> None:
         self.seed, self.random, self.hosts, self.folder = seed, random.Random(seed), hosts, folder
         self.times = ON_NAMESPACES if hosts.have_links else ON_NAMED_HOSTS if hosts.count > 1 else ON_ONE_HOST
-        self.kinds = PROCESS_KINDS | LINK_KINDS if hosts.have_links else PROCESS_KINDS
+        self.kinds = {kind: (PROCESS_KINDS | LINK_KINDS)[kind] for kind in kinds}
         self.context = multiprocessing.get_context("fork")
         self.started = 0
         self.processes: dict[int, tuple[Any, Connection]] = {}
@@ -382,10 +382,10 @@ class Storm:
         )
 
 
-def storm(events: int, seed: int, hosts: int = 1, links: bool = False) -> Outcome:
-    where = NamespaceHosts(hosts) if links else NamedHosts(hosts)
+def storm(events: int, seed: int, hosts: int = 1, kinds: Iterable[str] = PROCESS_KINDS) -> Outcome:
+    where = NamespaceHosts(hosts) if LINK_KINDS.keys() & {*kinds} else NamedHosts(hosts)
     with tempfile.TemporaryDirectory(dir=where.folder) as folder:
-        return Storm(seed, where, Path(folder)).run(events)
+        return Storm(seed, where, kinds, Path(folder)).run(events)
 
 
 if __name__ == "__main__":
@@ -393,7 +393,6 @@ if __name__ == "__main__":
     parser.add_argument("--events", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--hosts", type=int, default=1)
-    parser.add_argument("--links", action="store_true", help="the hosts are those of netns-hosts.sh --login")
-    given = parser.parse_args()
-    print(json.dumps(dataclasses.asdict(storm(given.events, given.seed, given.hosts, given.links))))
+    parser.add_argument("--kinds", nargs="*", default=[*PROCESS_KINDS], help="with links: for netns-hosts.sh --login")
+    print(json.dumps(dataclasses.asdict(storm(**vars(parser.parse_args())))))
     sys.exit(0)

@@ -159,7 +159,7 @@ class _Rank:
             self.timed("shrink", lambda: dist_prims.shrink(timeout=self.own.times.shrink))
         except CommError as error:
             # It is cut off, or the others have gone on long ago; or it cannot take part.
-            if re.search("cannot reach a majority|this rank has no file descriptor left", str(error)):
+            if re.search("cannot reach a majority|this process has no file descriptor left", str(error)):
                 raise LeftOutError(str(error)) from error
             raise
 
