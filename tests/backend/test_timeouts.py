@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from ranks import store
 from survivors import run_ranks, run_worlds
-from timeouts import CALLS, Groups, Scenario, chain, named, outcomes, receive, send
+from timeouts import CALLS, Groups, Scenario, chain, group_with_limit, named, outcomes, receive, send
 
 import dist_prims
 from dist_prims.errors import CommTimeoutError
@@ -142,8 +142,7 @@ def test_a_rank_that_computes_while_its_collective_waits_is_named(tmp_path: Path
 
 def test_a_call_of_the_late_rank_says_that_others_have_given_up(tmp_path: Path) -> None:
     def body(rank: int) -> str:
-        group = dist.new_group(timeout=timedelta(seconds=60), backend="dist_prims")
-        group.set_timeout(timedelta(seconds=0.3))
+        group = group_with_limit(0.3)
         if rank == 1:
             store().wait(["raised"], timedelta(seconds=60))
         with pytest.raises(CommTimeoutError) as caught:
@@ -159,7 +158,7 @@ def test_a_call_of_the_late_rank_says_that_others_have_given_up(tmp_path: Path) 
 
 def test_errors_of_a_sub_group_have_the_numbers_of_its_ranks(tmp_path: Path) -> None:
     def body(is_stopped: bool, rank: int) -> str:
-        group = dist.new_group([1, 2, 3], timeout=timedelta(seconds=1), backend="dist_prims")
+        group = group_with_limit(1, [1, 2, 3])
         text = ""
         store().set(f"pid {rank}", str(os.getpid()))
         if rank == 3 and is_stopped:
@@ -189,8 +188,7 @@ def test_a_rank_that_is_late_in_another_group_is_named(tmp_path: Path) -> None:
     """Rank 0 waits for rank 1 in one group, rank 1 for rank 2 in another one; rank 3 waits in the group of all."""
 
     def body(rank: int) -> str:
-        limit = timedelta(seconds=1)
-        groups = [dist.new_group(ranks, timeout=limit, backend="dist_prims") for ranks in ([0, 1], [1, 2], None)]
+        groups = [group_with_limit(1, ranks) for ranks in ([0, 1], [1, 2], None)]
         if rank == 2:
             store().wait([f"raised {each}" for each in (0, 1, 3)], timedelta(seconds=60))
             return str(os.getpid())
@@ -209,7 +207,7 @@ def test_a_deadlock_is_called_one(tmp_path: Path) -> None:
     """Rank 2 waits for rank 0, which waits for rank 1 in a receive; rank 1 waits for all in a collective."""
 
     def body(rank: int) -> str:
-        group = dist.new_group(timeout=timedelta(seconds=1), backend="dist_prims")
+        group = group_with_limit(1)
         with pytest.raises(CommTimeoutError) as caught:
             receive_or_reduce(None if rank == 1 else (rank + 1) % 3, group)
         return str(caught.value)
@@ -222,7 +220,7 @@ def test_a_deadlock_is_called_one(tmp_path: Path) -> None:
 
 def test_two_late_ranks_are_both_named(tmp_path: Path) -> None:
     def body(rank: int) -> str:
-        group = dist.new_group(timeout=timedelta(seconds=1), backend="dist_prims")
+        group = group_with_limit(1)
         if rank in (1, 3):
             store().wait(["raised 0", "raised 2"], timedelta(seconds=60))
             return ""

@@ -30,6 +30,14 @@ TIMEOUT = 1.0  # of the groups whose calls time out: the shortest that gives a d
 DEADLINE = 60.0  # for survivors to raise, on a machine that is busy with other things
 
 
+def group_with_limit(seconds: float, ranks: Sequence[int] | None = None, **options: Any) -> Any:
+    """A group with this limit of its calls. To make it may take longer, since many ranks may do so at the same time."""
+    group = dist.new_group(ranks, timeout=timedelta(seconds=DEADLINE), backend="dist_prims", **options)
+    if group is not dist.GroupMember.NON_GROUP_MEMBER:
+        group.set_timeout(timedelta(seconds=seconds))
+    return group
+
+
 @dataclass
 class Groups:
     """The group of all ranks in which calls time out, and the same ranks with a pinned schedule."""
@@ -40,15 +48,13 @@ class Groups:
 
     @staticmethod
     def make(timeout: float) -> Groups:
-        limit = timedelta(seconds=timeout)
         ring = dist_prims.BackendOptions(all_reduce="ring")
         groups = Groups(
-            dist.new_group(timeout=limit, backend="dist_prims"),
-            dist.new_group(timeout=limit, backend="dist_prims", pg_options=ring),
-            dist_prims.empty(LARGE).fill_(1),
+            group_with_limit(DEADLINE), group_with_limit(DEADLINE, pg_options=ring), dist_prims.empty(LARGE).fill_(1)
         )
         for each in (groups.world, groups.ring):
             dist.all_reduce(groups.shared, group=each)
+            each.set_timeout(timedelta(seconds=timeout))
         return groups
 
 
