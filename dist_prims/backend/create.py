@@ -47,12 +47,23 @@ _CPU = torch.device("cpu")
 _EXIT_TIME = 0.5  # seconds from the end of a connection to the end of its process
 
 
-_groups: weakref.WeakValueDictionary[str, MadeGroup] = weakref.WeakValueDictionary()  # by name; the backend keeps them
+_groups: weakref.WeakSet[MadeGroup] = weakref.WeakSet()  # of this process; the backend of each keeps it
 
 
 def made_group(name: str) -> MadeGroup:
-    """Return the group of this name, which must exist in this process."""
-    return _groups[name]
+    """Return the group of this name, which must exist in this process.
+
+    There may be several for a moment: a repair tries again under the name of an attempt that has not ended, and torch
+    makes a backend for each kind of device and keeps the first one. The latest request counts that still has a backend.
+    """
+    if found := _latest_group(name):
+        return found
+    raise KeyError(name)
+
+
+def _latest_group(name: str) -> MadeGroup | None:
+    of_name = [made for made in _groups if made.request.name == name]
+    return max(of_name, key=lambda made: made.request.order, default=None)
 
 
 def find_made_group(group: dist.ProcessGroup) -> MadeGroup | None:
@@ -63,7 +74,7 @@ def find_made_group(group: dist.ProcessGroup) -> MadeGroup | None:
     if _CPU.type not in device_types(group):
         return None
     options = getattr(backend_of(group, _CPU), "options", None)
-    return _groups.get(getattr(options, "group_name", ""))
+    return _latest_group(getattr(options, "group_name", ""))
 
 
 def make(options: Any, given: Any, repairs: Repairs) -> Any:
@@ -147,8 +158,7 @@ def _make(request: GroupRequest, monitor: _DeathMonitor) -> Any:
     )
     temporary.delete()
     pin_schedules(backend, rank, size, options, setup.multi_host, check)
-    if (other := _groups.get(request.name)) is None or other.request.order < request.order:
-        _groups[request.name] = setup.made
+    _groups.add(setup.made)
     return backend
 
 

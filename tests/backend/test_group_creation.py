@@ -282,6 +282,26 @@ def test_one_shot_bytes_out_of_range_are_refused() -> None:
             dist_prims.BackendOptions(one_shot_bytes=value)  # type: ignore[arg-type]
 
 
+def attempt() -> Any:
+    """A backend of this process alone, under a name that another one may have."""
+    store, limit, repairs = dist.HashStore(), timedelta(seconds=30), Repairs(print, str, print)
+    request = GroupRequest(store, "0 after it", 0, 1, limit, [], None, Origin.SURVIVED, repairs)
+    return dist_prims.backend.create.make_group(request)
+
+
+def test_a_group_is_found_after_the_end_of_another_one_of_its_name() -> None:
+    """A torch with CUDA splits a group once for each kind of device, and keeps the first backend."""
+
+    def body() -> None:
+        first, second = attempt(), attempt()
+        second.abort()
+        del second
+        gc.collect()
+        assert dist_prims.backend.create.made_group("0 after it").request.name == first.options.group_name
+
+    dist_prims.spawn(body, 1, timeout=60)
+
+
 def test_an_attempt_that_ends_late_does_not_replace_its_successor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A repair tries again under the same name when its time is up. The earlier attempt succeeded then, was discarded,
     and took with it what was known about the living group: the next grow() raised KeyError."""
@@ -293,10 +313,6 @@ def test_an_attempt_that_ends_late_does_not_replace_its_successor(monkeypatch: p
             is_waiting.set()
             assert go_on.wait(30)
         return handshake(*args)
-
-    def attempt() -> Any:
-        store, limit, repairs = dist.HashStore(), timedelta(seconds=30), Repairs(print, str, print)
-        return create.make_group(GroupRequest(store, "0 after it", 0, 1, limit, [], None, Origin.SURVIVED, repairs))
 
     def body() -> None:
         monkeypatch.setattr(create, "_handshake", slow_at_first)
