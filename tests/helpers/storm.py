@@ -153,10 +153,8 @@ class Storm:
         if self.outcome.events() < events:
             return self.kinds
         rare = {kind for kind in self.kinds if self.outcome.done[kind] < max(1, events // 20)}
-        # No process joins while there are enough of them, unless some are killed.
-        return {
-            kind: weight for kind, weight in self.kinds.items() if kind in rare or (kind == "kill" and "join" in rare)
-        }
+        # Others are killed and join meanwhile: the rare kinds may need ranks on a host that has none.
+        return {kind: weight for kind, weight in self.kinds.items() if rare and kind in rare | {"kill", "join"}}
 
     def let_go_on(self) -> None:
         """Read reports for a random while; start processes if there are too few."""
