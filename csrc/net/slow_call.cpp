@@ -5,6 +5,8 @@
 #include <atomic>
 #include <cstdio>
 #include <iostream>
+#include <utility>
+#include <vector>
 
 namespace dist_prims {
 namespace {
@@ -15,9 +17,11 @@ constexpr Clock::duration kFirstReport = 1s, kBetweenLooks = 1s;
 constexpr std::size_t kMostNamed = 4;
 constexpr std::uint64_t kEnough = 64 << 10;  // bytes that tell how fast a connection is
 
-std::string rate(const Transport::Delivered& delivered) {
-    const double megabytes_per_second =
-        static_cast<double>(delivered.bytes) / std::max(1.0, static_cast<double>(delivered.time.count()));
+double megabytes_per_second_of(const Transport::Delivered& delivered) {
+    return static_cast<double>(delivered.bytes) / std::max(1.0, static_cast<double>(delivered.time.count()));
+}
+
+std::string rate(double megabytes_per_second) {
     std::array<char, 32> text;
     const int digits = megabytes_per_second < 1 ? 2 : megabytes_per_second < 10 ? 1 : 0;
     std::snprintf(text.data(), text.size(), "%.*f MB/s", digits, megabytes_per_second);
@@ -52,7 +56,7 @@ void SlowCall::look(Transport& transport, const Membership& membership) {
     }
     if (now < next_look_) return;
     next_look_ = now + kBetweenLooks;
-    const auto time = std::chrono::duration_cast<std::chrono::microseconds>(now - measured_);
+    const auto time = std::chrono::duration_cast<std::chrono::microseconds>(now - began_);
     const std::string rates = text(transport.delivered(), time, membership);
     if (rates.empty()) return;
     is_over_ = true;
@@ -64,11 +68,11 @@ void SlowCall::look(Transport& transport, const Membership& membership) {
                          " so far, the timeout is " + seconds(timeout_) + "; " + rates + "\n";
 }
 
-// What this rank has delivered since before_; empty if no connection had bytes to deliver for half of the time, or none
-// of their acknowledgements has come yet. Of the other connections all deliveries count: most are older than before_.
+// What this rank has delivered since before_, the slowest connection first; empty if no connection had bytes to deliver
+// for half of the time of the call, or if one of them has delivered too little to tell its rate. Of the other
+// connections all deliveries count, since most are older than before_, and they are named if they were faster.
 std::string SlowCall::text(const Delivered& now, std::chrono::microseconds time, const Membership& membership) const {
-    std::string busy;
-    std::size_t named = 0;
+    std::vector<std::pair<double, int>> busy;  // rates and ranks
     Transport::Delivered others;
     for (const auto& [peer, all] : now) {
         const auto found = before_.find(peer);
@@ -77,13 +81,21 @@ std::string SlowCall::text(const Delivered& now, std::chrono::microseconds time,
         if (delivered.time < time / 2) {
             others.bytes += all.bytes;
             others.time += all.time;
-        } else if (delivered.bytes >= kEnough && ++named <= kMostNamed) {
-            busy += (busy.empty() ? "" : ", ") + membership.title(peer) + " gets " + rate(delivered);
+        } else if (delivered.bytes < kEnough) {
+            return "";
+        } else {
+            busy.emplace_back(megabytes_per_second_of(delivered), peer);
         }
     }
-    if (named == 0) return "";
-    if (named > kMostNamed) busy += ", " + std::to_string(named - kMostNamed) + " more";
-    return busy + (others.bytes < kEnough ? "" : ", others " + rate(others) + " on average,") + " from this rank";
+    if (busy.empty()) return "";
+    std::sort(busy.begin(), busy.end());
+    std::string text;
+    for (std::size_t each = 0; each < std::min(busy.size(), kMostNamed); ++each)
+        text += (each ? ", " : "") + membership.title(busy[each].second) + " gets " + rate(busy[each].first);
+    if (busy.size() > kMostNamed) text += ", " + std::to_string(busy.size() - kMostNamed) + " more";
+    const double of_others = others.bytes < kEnough ? 0 : megabytes_per_second_of(others);
+    if (of_others > busy.back().first) text += ", others " + rate(of_others) + " on average,";
+    return text + " from this rank";
 }
 
 }  // namespace dist_prims

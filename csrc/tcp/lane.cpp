@@ -31,13 +31,8 @@ void watch(const Socket& events, int operation, int descriptor, std::uint64_t ke
 }
 
 [[noreturn]] void throw_failure(const Failure& failure) {
+    if (failure.is_unreachable()) throw Transport::UnreachableError(failure.text);
     switch (failure.number) {
-        case ENETUNREACH:
-        case EHOSTUNREACH:
-        case ENETDOWN:
-        case EHOSTDOWN:
-        case ETIMEDOUT:
-            throw Transport::UnreachableError(failure.text);
         case EMFILE:
         case ENFILE:
         case EADDRNOTAVAIL:  // no port for the own end of a connection

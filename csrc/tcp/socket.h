@@ -1,6 +1,7 @@
 // TCP sockets: a descriptor with an owner, and the system calls that the transport needs. All sockets are non-blocking.
 #pragma once
 
+#include <cerrno>
 #include <cstddef>
 #include <optional>
 #include <string>
@@ -46,6 +47,11 @@ struct Failure {
     int number = 0;
 
     bool empty() const { return text.empty(); }
+    // Whether the host of the peer, or the way to it, is down.
+    bool is_unreachable() const {
+        return number == ENETUNREACH || number == EHOSTUNREACH || number == ENETDOWN || number == EHOSTDOWN ||
+               number == ETIMEDOUT;
+    }
 };
 
 // What a read or a write has achieved. `error` is empty as long as the connection is open.

@@ -280,7 +280,7 @@ void Lane::on_error(void* user_data, ucp_ep_h, ucs_status_t status) {
 void Lane::on_gone(int peer, const Failure& failure) {
     const Guard guard(*this);
     Peer& ended = peers_[static_cast<std::size_t>(peer)];
-    if (ended.gone.empty()) ended.is_unreachable = failure.number == ETIMEDOUT;
+    if (ended.gone.empty()) ended.is_unreachable = failure.is_unreachable();
     mark_gone(ended, failure.text);
 }
 
