@@ -13,11 +13,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import fcntl
 import functools
 import importlib.util
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ _SETTINGS = {
     "TCP_CONN_NB": "y",
     "TCP_RX_SEG_SIZE": "256K",
 }
+_LONGEST_TURN = 10.0  # seconds that a rank waits until others of its host have made their workers
 _ACTIVE = "ACTIVE"  # the state of a port in /sys/class/infiniband
 
 _process: int | None = None  # that has made a worker
@@ -93,8 +94,9 @@ def make(store: Any, rank: int, size: int, address: str) -> Any:
     def endpoint() -> tuple[Any, str]:
         global _process
         _process = os.getpid()
-        with _free_ports(address) if os.environ.get(PORTS) else contextlib.nullcontext():
-            made = _library().make(list(settings(os.environ, address).items()))
+        chosen = settings(os.environ, address)
+        with _free_ports(address) if "TCP_PORT_RANGE" in chosen else contextlib.nullcontext():
+            made = _library().make(list(chosen.items()))
         return made, made.address.hex()
 
     failure = "cannot create a worker of UCX (see UCX_LOG_LEVEL=info on that rank)"
@@ -129,10 +131,16 @@ def _free_ports(address: str) -> Iterator[None]:
     were closed less than a minute ago.
     """
     family = socket.AF_INET6 if family_of(address) == "IPv6" else socket.AF_INET
-    with open(NATIVE.path(), "rb") as common:
-        fcntl.flock(common, fcntl.LOCK_EX)
+    with socket.socket(socket.AF_UNIX) as turn:  # its abstract address has the network namespace of the ports
+        deadline = time.monotonic() + _LONGEST_TURN
+        while time.monotonic() < deadline:
+            try:
+                turn.bind(f"\0dist_prims ucx {os.getuid()}")
+                break
+            except OSError:
+                time.sleep(0.002)
         with contextlib.ExitStack() as opened:
-            for _ in network_devices(address) or [""]:  # a worker listens at each
+            for _ in range(max(1, len(_interfaces()))):  # a worker listens at each
                 probe = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
                 at_free_port(lambda port, probe=probe: probe.bind((address, port)))  # type: ignore[misc]
         yield
@@ -144,9 +152,12 @@ def network_devices(address: str) -> list[str]:
     Without that variable it is the interface with the ``address`` at which this rank listens for TCP. UCX would
     otherwise try all of them, also bridges of containers, which have the same addresses on all hosts.
     """
-    named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     own = interface_of(address)
-    return [*(named or ([own] if own else [])), *_rdma_ports()]
+    return [*(_interfaces() or ([own] if own else [])), *_rdma_ports()]
+
+
+def _interfaces() -> list[str]:
+    return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
 
 
 def _rdma_ports(folder: Path = Path("/sys/class/infiniband")) -> list[str]:
