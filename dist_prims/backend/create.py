@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -48,6 +49,7 @@ _EXIT_TIME = 0.5  # seconds from the end of a connection to the end of its proce
 
 
 _groups: weakref.WeakSet[MadeGroup] = weakref.WeakSet()  # of this process; the backend of each keeps it
+_lock = threading.Lock()  # of _groups: a repair makes a group on a thread of its own
 
 
 def made_group(name: str) -> MadeGroup:
@@ -62,7 +64,8 @@ def made_group(name: str) -> MadeGroup:
 
 
 def _latest_group(name: str) -> MadeGroup | None:
-    of_name = [made for made in _groups if made.request.name == name]
+    with _lock:
+        of_name = [made for made in _groups if made.request.name == name]
     return max(of_name, key=lambda made: made.request.order, default=None)
 
 
@@ -158,7 +161,8 @@ def _make(request: GroupRequest, monitor: _DeathMonitor) -> Any:
     )
     temporary.delete()
     pin_schedules(backend, rank, size, options, setup.multi_host, check)
-    _groups.add(setup.made)
+    with _lock:
+        _groups.add(setup.made)
     return backend
 
 

@@ -96,7 +96,7 @@ def at_free_port(bind: Callable[[int], T]) -> T:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-    raise _no_port(f"{PORTS}={os.environ[PORTS]}" if PORTS in os.environ else _KERNEL_PORTS)
+    raise _no_port(f"{PORTS}={os.environ[PORTS]}" if os.environ.get(PORTS) else _KERNEL_PORTS)
 
 
 def _no_port(ports_of: str) -> OSError:

@@ -17,7 +17,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from .register_server import GroupRegisters, RegisterServer
 __all__: list[str] = []
 
 _SECONDS = 60.0  # for what the process asks of its own store
+_MOST_PROBES = 64  # connections that are opened at the same time
 _FIRST_ATTEMPT = 6.0  # seconds to connect to a store; twice as long after each failure
 
 _stores: dict[tuple[str, int], tuple[dist.Store, str]] = {}  # by address of this host and port, with host:port
@@ -128,7 +129,17 @@ def open_store(address: str, size: int, timeout: float) -> dist.Store:
 
 
 def answers(addresses: Collection[str], seconds: float) -> dict[str, bool]:
-    """Return whether a process listens at each address of a host that answers in this time."""
+    """Return whether a process listens at each address of a host that answers in this time.
+
+    OSError if this process has no descriptor left, or this host no port, so that nothing can be said of other hosts.
+    """
+    waiting, found = [*addresses], {}
+    for begin in range(0, len(waiting), _MOST_PROBES):
+        found.update(_answers(waiting[begin : begin + _MOST_PROBES], seconds))
+    return found
+
+
+def _answers(addresses: Sequence[str], seconds: float) -> dict[str, bool]:
     found = {}
     deadline = time.monotonic() + seconds
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as opened:
@@ -140,8 +151,11 @@ def answers(addresses: Collection[str], seconds: float) -> dict[str, bool]:
             error = probe.connect_ex((host, port))
             if error == errno.ECONNREFUSED:
                 found[address] = False
-            elif error in (0, errno.EINPROGRESS):  # after another error, such as no route, no answer comes
+            elif error in (0, errno.EINPROGRESS):
                 selector.register(probe, selectors.EVENT_WRITE, address)
+            elif error in (errno.EADDRNOTAVAIL, errno.EAGAIN):
+                raise OSError(error, f"this host has no port for a connection to {address}")
+            # After another error, such as no route, no answer comes.
         while selector.get_map() and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left):
                 selector.unregister(key.fileobj)

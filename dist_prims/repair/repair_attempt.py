@@ -36,7 +36,7 @@ _SHORTEST_INTERVAL, _LONGEST_INTERVAL = 0.0002, 0.005  # seconds between looks
 _FIRST_PROBE = 0.02  # seconds until the first probe of the processes on other hosts
 _CALL_TIME = 1.0  # seconds for a server of registers to answer
 _TIME_FOR_MAJORITY = 10.0  # seconds for paused servers of registers to go on
-_FEW_DESCRIPTORS = 4  # fewer are left where a call has failed for want of one: it has closed what it had opened
+_FEW_DESCRIPTORS = 16  # fewer are left where a call has failed for want of one: it has closed what it had opened
 
 T = TypeVar("T")
 
@@ -127,11 +127,15 @@ class RepairAttempt:
 
     def _without_descriptors(self) -> CommError:
         """Announce, if this rank reaches the registers, that the others need not wait for it; return its error."""
+        if self.backend:
+            self.backend.abort()  # the others may have made the group
+        remedy = "and call again"
         with contextlib.suppress(OSError, NoMajorityError):
             self._registers.announce(Record(self._round, gone=frozenset({self._rank})).text())
+            remedy += "; if the other ranks have gone on without this one, let it join again by dist_prims.join()"
         return CommError(
             f"rank {self._rank}: this process has no file descriptor left to repair the group; raise its limit "
-            "(`ulimit -n`), or close what it does not need, and call again"
+            f"(`ulimit -n`), or close what it does not need, {remedy}"
         )
 
     def _make_registers(self) -> Registers:
@@ -283,8 +287,8 @@ def _lacks_descriptors() -> bool:
     try:
         while len(opened) < _FEW_DESCRIPTORS:
             opened.append(os.open(os.devnull, os.O_RDONLY))
-    except OSError:
-        return True
+    except OSError as error:
+        return error.errno in (errno.EMFILE, errno.ENFILE)
     finally:
         for each in opened:
             os.close(each)
