@@ -54,7 +54,7 @@ public:
     // A receive of a user from any rank. A receive that is posted in another place as well has the same claim.
     Handle receive_from_any(int tag, std::byte* data, std::size_t bytes, std::chrono::milliseconds timeout,
                             Transport::Owner owner, const ClaimPtr& claim);
-    // The messages of a collective follow, of which the rank reports if it is slow.
+    // Called before the first message of a collective: see SlowCall.
     void begin_call(const Call& call, std::chrono::milliseconds timeout) { slow_call_.begin(call, timeout); }
     // Throws if the request fails. The group has ended then, unless the message had another length. `timeout` counts
     // from `since`, for a request that was posted early.

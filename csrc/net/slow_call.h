@@ -1,8 +1,8 @@
 // A line on stderr about a collective that takes long, from a rank whose connections are a reason.
 //
-// A rank that receives slowly does not know why: the sender may itself wait for a third rank. The sender knows for how
-// long the network had bytes of it to deliver, and how many of them have been acknowledged. So a rank reports what its
-// connections have delivered if one of them had bytes to deliver for at least half of the time.
+// A rank that receives slowly does not know why: the sender may itself wait for a third rank. The sender knows how long
+// the network had bytes to deliver for it, and how many of these bytes have been acknowledged. So a rank reports what
+// its connections have delivered if one of them had bytes to deliver for at least half of the time of the call.
 #pragma once
 
 #include <chrono>

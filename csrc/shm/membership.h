@@ -165,7 +165,7 @@ private:
     void check_stop(const What& what) const;
     void run_awaited_hook(const std::function<bool(int)>& awaited) const;
     std::vector<int> ended_processes(const std::function<bool(int)>& awaited) const;
-    bool is_local(int number) const;
+    bool is_local(int number) const;  // whether a rank of the group is on this host
     std::string loss_text(int culprit) const;
     std::string text(const WaitGraph::Verdict& late) const;
     std::string name_of(int late) const;

@@ -15,11 +15,10 @@
 // A published wait may be stale, so each edge is verified:
 // 1. An edge between collectives is derived from the phase counters of the slot exchange, which are never stale.
 // 2. An edge of a message counts only while its ring buffer agrees: empty for a receive, full for a send.
-// 3. A process that is stopped by a signal leaves its last wait published. Once its peer has sent, its ring buffer is
-// not
-//    empty, the edge does not count, and the stopped rank is the end of a chain: it is late. Before that, the stopped
-//    rank may look like a part of a deadlock. A counter that every blocked rank increments, its heartbeat, tells a
-//    stopped rank from a blocked one.
+// 3. A process that is stopped by a signal leaves its last wait published. Once its peer has sent, the ring buffer has
+//    data, the edge does not count, and the stopped rank is the end of a chain: it is late. Before that, the stopped
+//    rank may look like a part of a deadlock. Every blocked rank increments a counter, its heartbeat, by which a
+//    stopped rank differs from a blocked one.
 //
 // A process is a rank of several groups. If it is blocked in one of them, it publishes the pid of the process that is
 // late there in the graphs of all its other groups.
@@ -137,8 +136,7 @@ public:
     const Verdict& verdict(int rank) const;
 
 private:
-    static constexpr std::size_t kSlots =
-        7;  // waits of a rank that are published at the same time; others are not seen
+    static constexpr std::size_t kSlots = 7;  // waits of a rank that are published at once; other waits are not seen
 
     struct RankEntry;
     struct Node {

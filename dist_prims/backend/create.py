@@ -56,7 +56,7 @@ def made_group(name: str) -> MadeGroup:
     """Return the group of this name, which must exist in this process.
 
     There may be several for a moment: a repair tries again under the name of an attempt that has not ended, and torch
-    makes a backend for each kind of device and keeps the first one. The latest request counts that still has a backend.
+    makes a backend for each kind of device and keeps the first one. Of those that exist, the latest request counts.
     """
     if found := _latest_group(name):
         return found

@@ -61,8 +61,8 @@ def group_unusable_reason(ranks: Sequence[int], rank: int) -> str:
 def unusable_reason() -> str:
     """Return why MPI cannot be used in this process, with a remedy; an empty string if it can.
 
-    In a process that mpirun has not started, the function does not initialise MPI, which would have one rank. To import
-    mpi4py may initialise it.
+    In a process that mpirun has not started, the function neither initialises MPI, which would have one rank, nor
+    imports mpi4py, which may initialise it.
 
     >>> unusable_reason()
     'this process was started by python, not by mpirun; start it with: mpirun -n 4 python program.py'

@@ -46,7 +46,7 @@ def load() -> Adapter:
         except ImportError as error:
             problem = f"the package's adapter does not load: {error}"
     when = "at an earlier use" if adapter.in_cache.exists() else "now"
-    file = adapter.compiled(problem)  # that in the cache, or a new one
+    file = adapter.compiled(problem)  # the file in the cache, or a new one
     return Adapter(_import(file), file, f"compiled {when}, because {problem}")
 
 

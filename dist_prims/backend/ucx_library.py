@@ -60,7 +60,7 @@ _SETTINGS = {
     "TCP_CONN_NB": "y",
     "TCP_RX_SEG_SIZE": "256K",
 }
-_LONGEST_TURN = 10.0  # seconds that a rank waits until others of its host have made their workers
+_LONGEST_TURN = 10.0  # seconds that a rank waits while other ranks of its host make their workers
 _ACTIVE = "ACTIVE"  # the state of a port in /sys/class/infiniband
 
 _process: int | None = None  # that has made a worker
@@ -125,10 +125,11 @@ def settings(environment: Mapping[str, str], address: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _free_ports(address: str) -> Iterator[None]:
-    """Raise OSError if the ports of ``DIST_PRIMS_PORTS`` do not suffice for a worker, and make other ranks wait here.
+    """Raise OSError if the ports of ``DIST_PRIMS_PORTS`` do not suffice for a worker.
 
-    UCX tries the ports of its range in random order and without end. It does not reuse the ports of connections that
-    were closed less than a minute ago.
+    Inside this context the other ranks of this host wait for their turn, for ``_LONGEST_TURN`` at most. UCX tries the
+    ports of its range in random order and without end. It does not reuse the ports of connections that were closed less
+    than a minute ago.
     """
     family = socket.AF_INET6 if family_of(address) == "IPv6" else socket.AF_INET
     with socket.socket(socket.AF_UNIX) as turn:  # its abstract address has the network namespace of the ports

@@ -72,7 +72,7 @@ def from_rank_0(store: Any, rank: int, size: int, key: str, make: Callable[[], s
 
 
 def wait_for_readers(store: Any, rank: int, key: str, size: int) -> None:
-    """Note that this rank has read an error; rank 0 waits for the others, which would report the loss of its store."""
+    """Note that this rank has read an error. Rank 0 waits until all have read it: its store may end."""
     with contextlib.suppress(TimeoutError, dist.DistError):  # the error matters more
         if rank:
             store.add(f"{key}/read", 1)

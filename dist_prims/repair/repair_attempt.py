@@ -126,7 +126,7 @@ class RepairAttempt:
             self._registers.close()
 
     def _without_descriptors(self) -> CommError:
-        """Announce, if this rank reaches the registers, that the others need not wait for it; return its error."""
+        """Announce that the other ranks need not wait for this one, if it reaches the registers; return its error."""
         if self.backend:
             self.backend.abort()  # the others may have made the group
         remedy = "and call again"

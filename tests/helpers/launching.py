@@ -198,12 +198,12 @@ def free_port() -> int:
 
 def free_ports(count: int) -> str:
     """A range of ports for DIST_PRIMS_PORTS, in which no socket is, and no connection was closed a minute ago."""
-    while True:
-        first = random.randrange(20000, 30000)
+    for first in random.sample(range(20000, 30000), 1000):
         with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
             for port in range(first, first + count):
                 opened.enter_context(socket.socket()).bind(("", port))
             return f"{first}-{first + count - 1}"
+    raise OSError(f"no range of {count} free ports")
 
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}

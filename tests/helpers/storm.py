@@ -54,10 +54,10 @@ ON_NAMED_HOSTS = Times(collective=20.0, shrink=10.0, stop=2.0)
 # Here the fault of a link must cost seconds. Some of the faults and stops are shorter than the timeout, others longer.
 ON_NAMESPACES = Times(collective=3.0, shrink=4.0, stop=4.0, cut=10.0)
 
-# The kinds of events, and how often each is tried. Those of the second half need links.
+# The kinds of events, and how often each is tried.
 PROCESS_KINDS = {"kill": 4, "stop": 3, "join": 3}
-# cut: packets of a host vanish; vanish: and its processes die; block: two hosts cannot reach each other; limit: large
-# packets vanish; slow: a slow link; starve: a process cannot open descriptors.
+# These need network namespaces. cut: packets of a host vanish; vanish: and its processes die; block: two hosts cannot
+# reach each other; limit: large packets vanish; slow: a slow link; starve: a process cannot open descriptors.
 LINK_KINDS = {"cut": 3, "vanish": 1, "block": 3, "limit": 2, "slow": 1, "starve": 2}
 
 

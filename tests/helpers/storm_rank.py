@@ -57,7 +57,7 @@ class RankProcess:
 
 @dataclasses.dataclass(frozen=True)
 class Blame:
-    """Whom an error blames, by addresses: the late and dead ranks, and the ends of links that do not deliver."""
+    """The addresses that an error blames: of late and dead ranks, and of both ends of links that do not deliver."""
 
     text: str
     ranks: tuple[str, ...]
@@ -73,7 +73,7 @@ def used() -> dict[str, int]:
     except OSError:
         return {}
     for descriptor in descriptors:
-        with contextlib.suppress(OSError):  # that of the folder
+        with contextlib.suppress(OSError):  # the descriptor of the folder
             found[re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{descriptor}"))] += 1
     return dict(found)
 

@@ -46,8 +46,8 @@ void GroupCreation::fail(std::exception_ptr error) const {
     }
 }
 
-// Return why another rank has failed; nullopt if none has, or if the store does not answer, whose process may have
-// died.
+// Return why another rank has failed; nullopt if no rank has failed, or if the store does not answer: its process may
+// have died.
 std::optional<CommError> GroupCreation::reason() const {
     try {
         if (!store_->check({kKey})) return std::nullopt;

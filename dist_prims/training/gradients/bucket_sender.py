@@ -130,7 +130,7 @@ class BucketSender:
 
         A bucket that is summed incrementally is sent when the next one is full: its sum is nearly complete by then.
         """
-        # The number of the first buckets that are full.
+        # How many buckets are full before the first one that is not.
         full = next((index for index, missing in enumerate(self._missing) if missing), len(self._missing))
         while self.sent < full and (self.sent < full - 1 or not self.layout.buckets[self.sent].incremental):
             self._send()

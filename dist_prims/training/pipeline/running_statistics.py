@@ -86,7 +86,7 @@ class RunningStatistics:
             # 3. Put back what was there.
             for norm, (momentum, count) in zip(norms, before, strict=True):
                 norm.momentum, norm.num_batches_tracked = momentum, count
-        # 4. What is to be added to the counts is that of the first micro-batch; other micro-batches add nothing.
+        # 4. The counts grow by what the first micro-batch has added; the other micro-batches add nothing.
         if self._counts is None and not is_recompute:
             self._counts = [
                 (count, after - count if momentum is None else after)
@@ -206,8 +206,8 @@ class _MergedBatchNorm:
 
 
 class _MergedInstanceNorm(_MergedBatchNorm):
-    """The same of ``instance_norm``. It updates the buffers from the means of the statistics of all items, so that a
-    micro-batch counts by its number of items."""
+    """The statistics of one call of ``instance_norm``: the means over all items, so that a micro-batch counts by its
+    number of items."""
 
     @torch.no_grad()
     def add(self, mean: torch.Tensor, variance: torch.Tensor, input: torch.Tensor) -> None:
