@@ -174,12 +174,7 @@ def _decide_members(
         if (view.dead, view.cut) != (own.gone, own.cut):
             own = dataclasses.replace(own, gone=view.dead, cut=view.cut)
             yield Announce(own)
-        # A rank that has announced its own end has no descriptors left.
-        here = [
-            each
-            for each in candidates
-            if _is_in(view, each, number) and each not in view.dead and each not in view.records[each].gone
-        ]
+        here = [each for each in candidates if _is_in(view, each, number) and each not in view.dead]
         if view.is_late or _is_behind(view, number) or set(candidates) <= set(here) | _gone(view, number):
             members = without_cut_links(here, _cut(view), hosts)
             members = json.loads((yield Decide(key, json.dumps(members))))

@@ -231,13 +231,6 @@ def test_a_rank_that_died_in_the_round_is_no_member() -> None:
     assert decided == Decide("members/0", "[0, 1]")
 
 
-def test_a_rank_that_has_announced_its_own_end_is_no_member() -> None:
-    """It has no descriptors left. The others waited for it while they made the group, until the timeout."""
-    records = {**IN_ROUND_0, 2: Record(0, gone=frozenset({2}))}
-    *_, decided, _, _ = requests_of_rank_0(View({}, {}), View(records, {}))
-    assert decided == Decide("members/0", "[0, 1]")
-
-
 def test_a_rank_that_was_left_out_is_not_waited_for_in_the_next_round() -> None:
     failed = {"members/0": "[0, 1]", "outcome/0": "failed"}
     in_round_1 = View({0: Record(1), 1: Record(1), 2: Record(0)}, failed)
