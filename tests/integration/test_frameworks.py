@@ -140,6 +140,17 @@ def test_accelerate_passes_its_own_tests(python: str, script: str, tmp_path: Pat
     finish([*torchrun(python), str(PROGRAMS / "accelerate_own_tests.py"), "dist_prims", script], tmp_path)
 
 
+@pytest.mark.long(minutes=1)
+@timeout
+def test_both_calls_are_named_where_the_ranks_of_accelerates_own_test_disagree(python: str, tmp_path: Path) -> None:
+    """Over gloo this script of Accelerate hangs on 2 CPU ranks; the README quotes the error."""
+    command = [*torchrun(python), str(PROGRAMS / "accelerate_own_tests.py"), "dist_prims", "test_distributed_data_loop"]
+    done = run(command, clean(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"), timeout=SECONDS, cwd=tmp_path)
+    assert done.returncode != 0
+    assert "MismatchError: rank 1: ranks disagree, no data was touched. Rank 0 calls broadcast(int32" in done.stderr
+    assert "rank 1 calls barrier() as call number" in done.stderr
+
+
 @pytest.mark.slow
 @timeout
 def test_torchmetrics_synchronizes_as_over_gloo(python: str, tmp_path: Path) -> None:
