@@ -10,6 +10,7 @@
 from . import algorithms as _package  # noqa: F401 - first, because the function `algorithm` must not be shadowed
 from .contract import COLLECTIVES
 from .cost_card import Card, ceil_log2, floor_pow2
+from .graph import Graph
 from .registry import algorithm, algorithms, lookup, unregister
 from .schedule import Schedule
 from .schedule_builder import build
@@ -19,6 +20,7 @@ from .steps import Step
 __all__ = [
     "COLLECTIVES",
     "Card",
+    "Graph",
     "Schedule",
     "ScheduleError",
     "Step",

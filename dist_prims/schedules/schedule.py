@@ -16,6 +16,8 @@ import numpy as np
 from .cost import Cost, lower_bound, price, seconds
 from .draw import write_svg
 from .file import read_schedule, write_schedule
+from .graph import Graph
+from .graph_cost import link_loads
 from .html.document import in_notebook, write_html
 from .html.schedule_data import schedule_page
 from .order import Order, order
@@ -57,7 +59,7 @@ class Schedule(ScheduleData):
     @overload
     def cost(self, nbytes: float, alpha: float, beta: float, gamma: float = 0.0) -> float: ...
     @overload
-    def cost(self, nbytes: float, *, topology: Topology) -> float: ...
+    def cost(self, nbytes: float, *, topology: Topology | Graph) -> float: ...
     def cost(
         self,
         nbytes: float,
@@ -65,12 +67,14 @@ class Schedule(ScheduleData):
         beta: float | None = None,
         gamma: float = 0.0,
         *,
-        topology: Topology | None = None,
+        topology: Topology | Graph | None = None,
     ) -> float:
-        """Seconds for data of ``nbytes`` on equal ranks, or on the hosts and links of a topology.
+        """Seconds for data of ``nbytes`` on equal ranks, or on the hosts and links of a topology or graph.
 
         ``alpha``: seconds a message; ``beta``: a byte sent or received; ``gamma``: a byte reduced.
         """
+        if isinstance(topology, Graph):
+            return link_loads(self, topology).seconds(nbytes)
         if topology is not None:
             return seconds(self, nbytes, topology)
         if alpha is None or beta is None:
