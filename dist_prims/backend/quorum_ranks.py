@@ -10,24 +10,24 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
+from ..rendezvous.rank_values import make_and_publish
 from ..rendezvous.register_server import GroupRegisters
 from ..rendezvous.served import listening_address, serve_registers
-from .tcp_endpoint import exchange
 
 __all__: list[str] = []
 
-_MOST = 5  # two of them may be lost
+_MOST = 5  # ranks that serve registers; two of them may be lost
 
 
 def quorum_ranks(hosts: Sequence[str]) -> list[int]:
-    """Return the ranks that serve registers: at first the first rank of each host, then the second ones.
+    """Return the ranks that serve registers: the first rank of each host, then the second rank of each host, and so on.
 
     >>> quorum_ranks(["a", "a", "b", "b"])
     [0, 2, 1]
     >>> quorum_ranks(["a", "b"])
     [0]
 
-    With three hosts or more, each host has at most two of them, so the others have a majority.
+    With three hosts or more, at most two of the ranks are on one host: the others have a majority without that host.
 
     >>> quorum_ranks(["a", "a", "a", "b", "c"])
     [0, 3, 4]
@@ -38,23 +38,34 @@ def quorum_ranks(hosts: Sequence[str]) -> list[int]:
     most_of_host = _MOST // 2 if len(by_host) > 2 else _MOST
     in_order = [rank for ranks in zip_longest(*by_host.values()) for rank in ranks if rank is not None]
     count = min(_MOST, sum(min(len(ranks), most_of_host) for ranks in by_host.values()))
-    return in_order[: count - (count % 2 == 0)]  # an even number tolerates no more losses than one less
+    return in_order[: count - (count % 2 == 0)]  # an odd number: 4 ranks tolerate one loss, as 3 do
 
 
 def publish(
     store: Any, rank: int, hosts: Sequence[str], own_address: str, group: str, key: bytes
 ) -> tuple[list[str], GroupRegisters | None]:
-    """Return the address of each rank, at which it listens while its process runs, and the registers of this rank.
+    """Listen for repairs on each rank; return the ``address:port`` of each rank, and the registers of this rank.
 
-    The ranks of :func:`quorum_ranks` serve registers at their address. If a rank cannot listen, all ranks raise
-    RuntimeError.
+    Every rank of the group calls this. A process listens until it ends, so a refused connection shows that it has
+    ended. The ranks of :func:`quorum_ranks` also serve registers there; the others have none, and get None. If a rank
+    cannot listen, all ranks raise RuntimeError.
+
+    Args:
+        store: the store of the group.
+        rank: this rank.
+        hosts: the host of each rank.
+        own_address: the address of this host at which to listen.
+        group: the name by which clients ask for the registers of this group.
+        key: authenticates the clients; empty if the group has no secret.
     """
 
-    def listen() -> tuple[GroupRegisters | None, str]:
+    def listen_for_repairs() -> tuple[GroupRegisters | None, str]:
         if rank not in quorum_ranks(hosts):
             return None, listening_address(own_address)
         address, registers = serve_registers(own_address, group, key)
         return registers, address
 
-    registers, addresses = exchange(store, rank, len(hosts), "repair", listen, "cannot listen for repairs")
+    registers, addresses = make_and_publish(
+        store, rank, len(hosts), "repair", listen_for_repairs, "cannot listen for repairs"
+    )
     return addresses, registers

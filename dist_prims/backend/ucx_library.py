@@ -24,7 +24,7 @@ from typing import Any
 
 from ..rendezvous.mpi_exchange import is_mpi_inherited
 from ..rendezvous.network import PORTS, at_free_port, family_of, interface_of
-from . import tcp_endpoint
+from ..rendezvous.rank_values import make_and_publish
 from .compile_native import UCX, Library, ucx, ucx_headers
 from .extension import extension
 from .native_libraries import NativeLibrary
@@ -86,23 +86,30 @@ def version() -> str:
 
 
 def make(store: Any, rank: int, size: int, address: str) -> Any:
-    """Create the worker of this rank, exchange the addresses of all workers, and return the UcxEndpoint.
+    """Create the UCX worker of this rank, publish its address, and return the UcxEndpoint with the addresses of all.
 
-    If a rank cannot create a worker, all ranks raise RuntimeError.
+    A worker is UCX's object for the connections and messages of a group. Every rank of the group calls this. If a rank
+    cannot create its worker, all ranks raise RuntimeError.
+
+    Args:
+        store: the store of the group.
+        rank: this rank.
+        size: the number of ranks.
+        address: the address of this host at which the rank listens for TCP; it selects the network device.
     """
 
-    def endpoint() -> tuple[Any, str]:
+    def create_worker() -> tuple[Any, str]:
         global _process
         _process = os.getpid()
         chosen = settings(os.environ, address)
         with _free_ports(address) if "TCP_PORT_RANGE" in chosen else contextlib.nullcontext():
-            made = _library().make(list(chosen.items()))
-        return made, made.address.hex()
+            endpoint = _library().make(list(chosen.items()))
+        return endpoint, endpoint.address.hex()
 
     failure = "cannot create a worker of UCX (see UCX_LOG_LEVEL=info on that rank)"
-    own, addresses = tcp_endpoint.exchange(store, rank, size, "ucx", endpoint, failure)
-    own.addresses = [bytes.fromhex(each) for each in addresses]
-    return own
+    endpoint, addresses = make_and_publish(store, rank, size, "ucx", create_worker, failure)
+    endpoint.addresses = [bytes.fromhex(address_of_rank) for address_of_rank in addresses]
+    return endpoint
 
 
 def settings(environment: Mapping[str, str], address: str) -> dict[str, str]:

@@ -29,12 +29,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..backend.tcp_endpoint import own_address
 from ..errors import CommError
 from ..rendezvous.detect_launcher import detect
 from ..rendezvous.hosts import boot_id
 from ..rendezvous.launcher_rendezvous import rendezvous_of
-from ..rendezvous.network import LOOPBACK
+from ..rendezvous.network import LOOPBACK, own_address
 from ..rendezvous.rank_values import from_rank_0
 from ..rendezvous.secret import VARIABLE
 from ..rendezvous.served import open_store, served_store

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from ..agreement import gather_values
-from ..backend.tcp_endpoint import own_address
-from ..rendezvous.network import listen
+from ..rendezvous.network import listen, own_address
 
 __all__: list[str] = []
 

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from .. import __version__
-from ..backend import tcp_endpoint, ucx_library
+from ..backend import ucx_library
 from ..backend.torch_adapter import describe
 from ..rendezvous import secret
 from ..rendezvous.detect_launcher import Launcher, detect
 from ..rendezvous.hosts import host_id
 from ..rendezvous.mpi_exchange import library_name
-from ..rendezvous.network import PORTS, listen, ports, split_address
+from ..rendezvous.network import PORTS, listen, own_address, own_addresses, ports, split_address
 from ..rendezvous.nodelist import expand_nodelist
 from ..torch_compat import nccl_version
 
@@ -110,7 +110,7 @@ def _transports() -> Iterator[Fact]:
 def _listening() -> Iterator[Fact]:
     """Where ranks of several hosts listen. docs/security.md has a table of all sockets."""
     try:
-        yield "addresses", " or ".join(tcp_endpoint.own_addresses())
+        yield "addresses", " or ".join(own_addresses())
     except ValueError as error:
         yield "addresses", f"fails: {error}"
     try:
@@ -183,7 +183,7 @@ def _ucx() -> str:
     if reason := ucx_library.unusable_reason():
         return f"no: {reason}"
     try:
-        devices = ucx_library.network_devices(tcp_endpoint.own_address())
+        devices = ucx_library.network_devices(own_address())
         return f"{ucx_library.version()}, over {', '.join(devices)}"
     except ValueError as error:  # the interface that the environment names does not exist
         return f"{ucx_library.version()}, but {error}"

@@ -146,6 +146,44 @@ def addresses_of(interface: str) -> list[str]:
     return [*found.values()]
 
 
+def own_address() -> str:
+    """The first of :func:`own_addresses`."""
+    return own_addresses()[0]
+
+
+def own_addresses() -> list[str]:
+    """The addresses at which this process listens for other hosts: at most one of IPv4 and one of IPv6.
+
+    The addresses belong to the interface ``GLOO_SOCKET_IFNAME``; without that variable, to the interface through which
+    the kernel sends to ``MASTER_ADDR``; else to the first interface that is not the loopback interface.
+    """
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]:
+        if named := addresses_of(interface):
+            return named
+        raise ValueError(f"GLOO_SOCKET_IFNAME={interface}: this host has no such interface with an address")
+    outside = [address for address in interface_addresses() if not is_loopback(address)]
+    first = _address_towards_master() or (outside or [LOOPBACK])[0]
+    same_interface = addresses_of(interface_of(first) or "")
+    return [first, *(address for address in same_interface if family_of(address) != family_of(first))]
+
+
+def _address_towards_master() -> str:
+    """The address from which the kernel sends to ``MASTER_ADDR``; empty without that variable.
+
+    It is also empty if ``MASTER_ADDR`` is a name that stands for a loopback address, as it may on its own host.
+    """
+    master = os.environ.get("MASTER_ADDR", "").strip("[]")
+    if not master:
+        return ""
+    try:
+        address = address_towards(master, int(os.environ.get("MASTER_PORT", "1")))
+    except OSError as error:
+        remedy = "; set GLOO_SOCKET_IFNAME on that rank to the interface that leads to the other hosts"
+        # An error without a number is one of this module, which names its own remedy.
+        raise ValueError(f"MASTER_ADDR={master}: {error}{remedy if error.errno else ''}") from error
+    return address if is_loopback(master) or not is_loopback(address) else ""
+
+
 def interface_addresses() -> list[str]:
     """The addresses of the interfaces of this host: the IPv4 addresses, then the IPv6 addresses."""
     return [address for _, address in _interfaces()]

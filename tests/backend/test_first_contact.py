@@ -115,7 +115,7 @@ except CommError as error:
 if rank == 3:
     del os.environ["GLOO_SOCKET_IFNAME"]
     try:
-        dist_prims.backend.tcp_endpoint.own_address()
+        dist_prims.rendezvous.network.own_address()
     except ValueError as error:
         say(error)
 time.sleep(3)

@@ -21,9 +21,9 @@ from launching import clean, free_port, listening
 from transports import require
 
 import dist_prims
-from dist_prims.backend.tcp_endpoint import own_address
 from dist_prims.rendezvous import served
 from dist_prims.rendezvous.deadline import until
+from dist_prims.rendezvous.network import own_address
 
 FORK: Any = multiprocessing.get_context("fork")
 OTHER_USER = 65534
