@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..collectives.algorithm_choice import SizeRange, parse_ranges, variable_of
-from ..collectives.native import schedule_name
+from ..collectives.algorithm_choice import AlgorithmRange, parse_ranges, variable_of
+from ..collectives.backend_calls import schedule_name
 from ..schedules import Schedule, lookup
 from ..schedules.contract import ROOTED
 from ..schedules.host_order import HostOrder
@@ -46,7 +46,7 @@ def pin_schedules(
 
 def _pinned(
     collective: str,
-    ranges: Sequence[SizeRange],
+    ranges: Sequence[AlgorithmRange],
     rank: int,
     size: int,
     multi_host: MultiHostSchedules | None,

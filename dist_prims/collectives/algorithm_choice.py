@@ -45,7 +45,7 @@ def _bytes(text: str, variable: str) -> int:
         raise ValueError(f"{variable}: {error} or max") from None
 
 
-class SizeRange(NamedTuple):
+class AlgorithmRange(NamedTuple):
     """An algorithm with its parameters and number of segments, for sizes from ``low`` to ``high`` bytes."""
 
     algorithm: str
@@ -60,16 +60,16 @@ MOST_SEGMENTS = 1024
 
 
 @functools.lru_cache(maxsize=64)
-def parse_ranges(text: str, collective: str, variable: str) -> tuple[SizeRange, ...]:
+def parse_ranges(text: str, collective: str, variable: str) -> tuple[AlgorithmRange, ...]:
     """Parse a setting into its ranges of sizes.
 
     >>> parse_ranges("tree(degree=4) x8:1M-max", "all_reduce", "DIST_PRIMS_ALL_REDUCE")
-    (SizeRange(algorithm='tree', parameters=(('degree', 4),), segments=8, low=1048576, high=9223372036854775808),)
+    (AlgorithmRange(algorithm='tree', parameters=(('degree', 4),), segments=8, low=1048576, high=9223372036854775808),)
     """
     return tuple(_range(part, collective, variable) for each in text.split(";") if (part := each.strip()))
 
 
-def _range(part: str, collective: str, variable: str) -> SizeRange:
+def _range(part: str, collective: str, variable: str) -> AlgorithmRange:
     what, _, span = part.partition(":")
     low, dash, high = (span or "0-max").partition("-")
     if not dash:
@@ -86,7 +86,7 @@ def _range(part: str, collective: str, variable: str) -> SizeRange:
         raise ValueError(f"{variable}: the range {span!r} is empty; its end must be larger than its start")
     if collective == "barrier" and start > 0:
         raise ValueError(f"{variable}: a barrier has no data, so {part!r} never applies; omit the range")
-    return SizeRange(found["name"], _parameters(found["parameters"] or "", variable), segments, start, end)
+    return AlgorithmRange(found["name"], _parameters(found["parameters"] or "", variable), segments, start, end)
 
 
 def _parameters(text: str, variable: str) -> tuple[tuple[str, Any], ...]:
@@ -110,15 +110,15 @@ def _price(registered: Algorithm, size: int) -> Cost | None:
     return evaluated(price, registered.collective, registered.name, size)
 
 
-def named(text: str, collective: str, variable: str, nbytes: int) -> SizeRange | None:
+def named_algorithm(text: str, collective: str, variable: str, nbytes: int) -> AlgorithmRange | None:
     """Return what a setting names for data of ``nbytes``, or None."""
     return next((each for each in parse_ranges(text, collective, variable) if each.low <= nbytes < each.high), None)
 
 
-def configured(collective: str, nbytes: int) -> SizeRange | None:
+def configured_algorithm(collective: str, nbytes: int) -> AlgorithmRange | None:
     """Return what the environment names for data of ``nbytes``, or None."""
     variable = variable_of(collective)
-    return named(os.environ.get(variable, ""), collective, variable, nbytes)
+    return named_algorithm(os.environ.get(variable, ""), collective, variable, nbytes)
 
 
 def variable_of(collective: str) -> str:

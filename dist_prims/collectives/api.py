@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from ..torch_compat import all_gather_single, device_types, reduce_scatter_single, world
 from .arguments import CallBuilder, Op, Tensors
+from .backend_calls import direct_all_reduces, direct_group, find_all_reduce
 from .call import CallOptions, group_of
-from .native import direct_all_reduces, direct_group, find_all_reduce
 
 __all__: list[str] = []
 

@@ -23,13 +23,8 @@ from ..schedules.trust import is_trusted, name_to_compare
 from ..torch_compat import timeout_of
 from ..tracing import format as fmt
 from ..tracing import recorder
-from .algorithm_choice import CHEAPEST, UNFORWARDED, SizeRange, cheapest, configured, named
-from .call_agreement import Header, agree
-from .channel import Channel
-from .execute import ChunkSlice, Executor
-from .flat import split_evenly
-from .group_hosts import exchange_hosts, known_hosts
-from .native import (
+from .algorithm_choice import CHEAPEST, UNFORWARDED, AlgorithmRange, cheapest, configured_algorithm, named_algorithm
+from .backend_calls import (
     compiled,
     compiled_without_steps,
     is_for_gloo,
@@ -38,6 +33,11 @@ from .native import (
     run_over_gloo,
     schedule_name,
 )
+from .call_agreement import Header, agree
+from .channel import Channel
+from .flat import split_evenly
+from .group_hosts import exchange_hosts, known_hosts
+from .program_executor import ChunkSlice, Executor
 from .proof_before_use import require_proof
 from .queue import Work, queue_of
 from .reduction import OP_NAMES
@@ -98,12 +98,12 @@ def group_of(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:
     return found
 
 
-def _needs_hosts(call: Call, chosen: SizeRange) -> bool:
+def _needs_hosts(call: Call, chosen: AlgorithmRange) -> bool:
     """Whether the algorithm groups the ranks by hosts, and its parameters do not say how."""
     return "hosts" in lookup(call.collective, chosen.algorithm).parameters and "hosts" not in dict(chosen.parameters)
 
 
-def _schedule(call: Call, chosen: SizeRange, by_hosts: bool = True) -> Schedule:
+def _schedule(call: Call, chosen: AlgorithmRange, by_hosts: bool = True) -> Schedule:
     """Return the schedule of the chosen algorithm.
 
     ``by_hosts``: a hierarchical algorithm groups the ranks by the hosts of the group, if these are known. Otherwise it
@@ -134,15 +134,15 @@ def perform(call: Call, options: CallOptions) -> Work | None:
     what = f"{call.collective} on rank {rank}"
     chosen = None
     if options.algorithm not in (None, CHEAPEST):
-        chosen = named(options.algorithm, call.collective, what, call.nbytes)
+        chosen = named_algorithm(options.algorithm, call.collective, what, call.nbytes)
     elif options.algorithm is None and not is_on_dist_prims(call):
-        chosen = configured(call.collective, call.nbytes)
+        chosen = configured_algorithm(call.collective, call.nbytes)
     if chosen is None:
         if is_on_dist_prims(call) and call.collective not in ("scan", "exclusive_scan"):
             return run_in_backend(call, options.async_op)
         if options.algorithm is None and not options.segment_bytes and is_for_gloo(call):
             return run_over_gloo(call, options.async_op)
-        chosen = SizeRange(cheapest(call.collective, size, call.nbytes, call.even))
+        chosen = AlgorithmRange(cheapest(call.collective, size, call.nbytes, call.even))
     if not call.even and chosen.algorithm not in UNFORWARDED:
         raise ValueError(
             f"{what}: algorithm {chosen.algorithm!r} forwards blocks of other ranks, whose lengths this rank does not "
@@ -205,7 +205,7 @@ def _on_a_stream(job: Callable[[int], None], device: torch.device) -> Callable[[
 
 
 @torch.no_grad()
-def _job(call: Call, segment_bytes: Callable[[Schedule], int], chosen: SizeRange, number: int) -> None:
+def _job(call: Call, segment_bytes: Callable[[Schedule], int], chosen: AlgorithmRange, number: int) -> None:
     if _needs_hosts(call, chosen) and known_hosts(call.group) is None:
         schedule = _schedule(call, chosen)
         _agree(call, segment_bytes(schedule), schedule, number)
