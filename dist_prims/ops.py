@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch._library.effects import EffectType
 from torch.utils._pytree import tree_map
 
+from .collectives.call import group_of
 from .torch_compat import all_gather_single, group_named, reduce_scatter_single
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
@@ -90,16 +91,11 @@ def all_to_all(
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    found = dist.group.WORLD if group is None else group
-    if found is None:
-        raise ValueError("dist_prims.ops: this process is in no group; call dist_prims.init() first")
-    if not isinstance(found, dist.ProcessGroup):
-        raise ValueError(f"dist_prims.ops: rank {dist.get_rank()} is not a member of the given group")
-    return found
+    return group_of(group, "dist_prims.ops")
 
 
 def _as_sum(x: torch.Tensor, op: str, group: dist.ProcessGroup) -> tuple[torch.Tensor, str]:
-    """Return what to reduce, and by which operation: an average is the sum of quotients."""
+    """Return the tensor to reduce and the operation: an average is the sum of quotients."""
     return (x / group.size(), "sum") if op == "avg" else (x, op)
 
 
@@ -147,6 +143,7 @@ def _all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], gr
 
 
 def _fake(x: torch.Tensor, *shape: int | torch.SymInt) -> torch.Tensor:
+    """The result of an operator without its values, for the compiler."""
     _register_lowerings()  # here, because Inductor is loaded late, and asks for shapes before it lowers an operator
     return x.new_empty(shape)
 
@@ -192,17 +189,19 @@ def _register_lowerings() -> None:
 
 
 def _lowering_after_previous(operator: Any) -> Any:
+    """Make the function that replaces a call of the operator by Inductor's operations."""
+
     def lower(*args: Any) -> Any:
         from torch._inductor import ir
         from torch._inductor.virtualized import V
 
         # 1. The operations before this one, and the last of them that has the effect.
         begin, previous = len(V.graph.operations), V.graph.effectful_ops.get(EffectType.ORDERED)
-        # 2. The operations of this operator.
+        # 2. This operator adds its own operations.
         result = ir.FallbackKernel.create(operator, *args)
-        # 3. Each of them comes after the previous one with the effect.
+        # 3. Each added operation comes after the previous operation with the effect.
         for operation in V.graph.operations[begin:] if previous else []:
             V.graph.additional_star_deps[operation.get_operation_name()].add(previous.get_name())  # type: ignore[union-attr]
-        return tree_map(lambda each: each.wrap_for_lowering() if isinstance(each, ir.IRNode) else each, result)
+        return tree_map(lambda node: node.wrap_for_lowering() if isinstance(node, ir.IRNode) else node, result)
 
     return lower

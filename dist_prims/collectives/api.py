@@ -1,7 +1,11 @@
-"""The public collectives: each one checks its arguments, describes where the data of a rank is, and makes the call.
+"""The public collectives: each one makes a Call (``call.py``), states where the data of this rank is, and performs it.
 
-Roots (``src``, ``dst``) are ranks of the default group, as in ``torch.distributed``. The examples run in a group of one
-rank and show the form of a call.
+The arguments ``group``, ``async_op``, ``algorithm`` and ``segment_bytes`` of all functions are described in
+:mod:`dist_prims.collectives`. Roots (``src``, ``dst``) are ranks of the default group, as in ``torch.distributed``. The
+examples run in a group of one rank and show the form of a call.
+
+A synchronous call without an algorithm, on contiguous CPU tensors in a group of the backend dist_prims, takes a shorter
+path: the functions pass it to the backend or to ``torch.distributed`` without a Call, which would cost a few µs.
 """
 
 from __future__ import annotations
@@ -13,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from ..torch_compat import all_gather_single, device_types, reduce_scatter_single, world
-from .arguments import CallBuilder, Op, Tensors
 from .backend_calls import direct_all_reduces, direct_group, find_all_reduce
-from .call import CallOptions, group_of
+from .call import Call, CallOptions, OpArgument, Tensors, group_of
+from .perform_call import perform
 
 __all__: list[str] = []
 
@@ -24,7 +28,7 @@ SUM = dist.ReduceOp.SUM
 
 def all_reduce(
     tensor: torch.Tensor,
-    op: Op = SUM,
+    op: OpArgument = SUM,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     *,
@@ -47,22 +51,23 @@ def all_reduce(
             if direct and tensor.is_cpu:
                 direct(tensor, op)
                 return None
-        except (AttributeError, RuntimeError, TypeError):  # a name is looked up here, so that other calls have no check
+        # The backend takes neither the name of a reduction nor a PREMUL_SUM without its factor, and ``tensor`` may not
+        # be a tensor. These calls go on below, where they succeed or get a better error. Other calls pay for no check.
+        except (AttributeError, RuntimeError, TypeError):
             if isinstance(tensor, torch.Tensor) and not isinstance(op, str) and op is not dist.ReduceOp.PREMUL_SUM:
                 raise
-    options = CallOptions(algorithm, async_op, segment_bytes)
-    call = CallBuilder("all_reduce", group, tensor, op)
+    call = Call("all_reduce", group, tensor, CallOptions(algorithm, async_op, segment_bytes), op)
     source = call.read(tensor)
     in_place = output is None and call.reads_in_place(tensor)
     target = source if in_place else call.write(tensor if output is None else output)
     call.check_length("output", target, source)
-    return call.make([len(source)], [source], [target], [len(source)], options)
+    return perform(call.with_data([len(source)], [source], [target], [len(source)]))
 
 
 def reduce_scatter(
     output: torch.Tensor,
     input: Tensors,
-    op: Op = SUM,
+    op: OpArgument = SUM,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     *,
@@ -83,13 +88,12 @@ def reduce_scatter(
     if is_direct and (members := direct_group(group, input, output)):
         reduce_scatter_single(output.view(-1), cast(torch.Tensor, input).view(-1), op=op, group=members)
         return None
-    options = CallOptions(algorithm, async_op, segment_bytes)
-    call = CallBuilder("reduce_scatter", group, output, op)
-    blocks = call.read_blocks(input, "input")
+    call = Call("reduce_scatter", group, output, CallOptions(algorithm, async_op, segment_bytes), op)
+    blocks = call.split(input, "input", call.read)
     counts = [len(block) for block in blocks]
     target = call.write(output)
     call.check_length("output", target, blocks[call.rank])
-    return call.make(counts, blocks, call.one_block(call.rank, target), counts, options)
+    return perform(call.with_data(counts, blocks, call.one_block(call.rank, target), counts))
 
 
 def all_gather(
@@ -114,13 +118,12 @@ def all_gather(
     if is_direct and (members := direct_group(group, output, input)):
         all_gather_single(cast(torch.Tensor, output).view(-1), input.view(-1), group=members)
         return None
-    options = CallOptions(algorithm, async_op, segment_bytes)
-    call = CallBuilder("all_gather", group, input)
-    blocks = call.write_blocks(output, "output")
+    call = Call("all_gather", group, input, CallOptions(algorithm, async_op, segment_bytes))
+    blocks = call.split(output, "output", call.write)
     counts = [len(block) for block in blocks]
     source = call.read(input)
     call.check_length("input", source, blocks[call.rank])
-    return call.make(counts, call.one_block(call.rank, source), blocks, counts, options)
+    return perform(call.with_data(counts, call.one_block(call.rank, source), blocks, counts))
 
 
 def all_to_all(
@@ -144,23 +147,22 @@ def all_to_all(
     >>> output
     tensor([3., 4.])
     """
-    options = CallOptions(algorithm, async_op, segment_bytes)
-    call = CallBuilder("all_to_all", group, input if isinstance(input, torch.Tensor) else input[0])
-    sent, received = (
-        call.read_blocks(input, "input", input_splits),
-        call.write_blocks(output, "output", output_splits),
-    )
+    like = input if isinstance(input, torch.Tensor) else input[0]
+    call = Call("all_to_all", group, like, CallOptions(algorithm, async_op, segment_bytes))
+    sent = call.split(input, "input", call.read, input_splits)
+    received = call.split(output, "output", call.write, output_splits)
     call.check_length("output block", received[call.rank], sent[call.rank])
     nothing = [None] * call.size
     is_even = isinstance(input, torch.Tensor) and input_splits is None and output_splits is None
     lengths = [len(block) for block in (*sent, *received)]
     common = [sum(lengths[: call.size])] if is_even else []
-    return call.make(lengths, [*sent, *nothing], [*nothing, *received], common, options, even=is_even)
+    # The schedule's blocks are the blocks that this rank sends, then the blocks that it receives.
+    return perform(call.with_data(lengths, [*sent, *nothing], [*nothing, *received], common, even=is_even))
 
 
 def scan(
     tensor: torch.Tensor,
-    op: Op = SUM,
+    op: OpArgument = SUM,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     *,
@@ -174,14 +176,14 @@ def scan(
 
     >>> scan(torch.ones(3))
     """
-    options = CallOptions(algorithm, async_op, segment_bytes)
-    call = CallBuilder("exclusive_scan" if exclusive else "scan", group, tensor, op)
+    collective = "exclusive_scan" if exclusive else "scan"
+    call = Call(collective, group, tensor, CallOptions(algorithm, async_op, segment_bytes), op)
     call.check(
         call.op not in (dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM),
         "AVG and PREMUL_SUM are not supported by scan; use SUM, and divide or multiply the tensor",
     )
     target = call.read(tensor) if call.is_flat(tensor) else call.write(tensor, keep=True)
-    return call.make([len(target)], [target], [target], [len(target)], options)
+    return perform(call.with_data([len(target)], [target], [target], [len(target)]))
 
 
 def barrier(
@@ -199,9 +201,8 @@ def barrier(
     >>> barrier()
     """
     token = torch.ones(1, dtype=torch.uint8, device=_device_of(group_of(group, "barrier")))
-    options = CallOptions(algorithm, async_op, segment_bytes)
-    call = CallBuilder("barrier", group, token, dist.ReduceOp.MAX)
-    return call.make([1], [token], [token], [1], options)
+    call = Call("barrier", group, token, CallOptions(algorithm, async_op, segment_bytes), dist.ReduceOp.MAX)
+    return perform(call.with_data([1], [token], [token], [1]))
 
 
 def broadcast(
@@ -221,16 +222,15 @@ def broadcast(
     if is_direct and (members := direct_group(None, tensor)) and 0 <= src < members.size():
         dist.broadcast(tensor, src, members)
         return None
-    options = CallOptions(algorithm, async_op, segment_bytes)
-    call = CallBuilder("broadcast", group, tensor, root=src)
+    call = Call("broadcast", group, tensor, CallOptions(algorithm, async_op, segment_bytes), root=src)
     target = call.read(tensor) if call.is_root and call.is_flat(tensor) else call.write(tensor, keep=call.is_root)
-    return call.make([len(target)], [target if call.is_root else None], [target], [len(target)], options)
+    return perform(call.with_data([len(target)], [target if call.is_root else None], [target], [len(target)]))
 
 
 def reduce(
     tensor: torch.Tensor,
     dst: int = 0,
-    op: Op = SUM,
+    op: OpArgument = SUM,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     *,
@@ -244,15 +244,14 @@ def reduce(
 
     >>> reduce(torch.ones(3), dst=0)
     """
-    options = CallOptions(algorithm, async_op, segment_bytes)
-    call = CallBuilder("reduce", group, tensor, op, root=dst)
+    call = Call("reduce", group, tensor, CallOptions(algorithm, async_op, segment_bytes), op, root=dst)
     source = call.read(tensor)
     target = None
     if call.is_root:
         in_place = output is None and call.reads_in_place(tensor)
         target = source if in_place else call.write(tensor if output is None else output)
         call.check_length("output", target, source)
-    return call.make([len(source)], [source], [target], [len(source)], options)
+    return perform(call.with_data([len(source)], [source], [target], [len(source)]))
 
 
 def gather(
@@ -274,12 +273,11 @@ def gather(
     >>> parts
     [tensor([3., 4.])]
     """
-    options = CallOptions(algorithm, async_op, segment_bytes)
-    call = CallBuilder("gather", group, tensor, root=dst)
+    call = Call("gather", group, tensor, CallOptions(algorithm, async_op, segment_bytes), root=dst)
     source = call.read(tensor)
-    blocks = call.root_list("gather_list", gather_list, len(source), writing=True)
+    blocks = call.split_on_root(gather_list, "gather_list", call.write, len(source))
     counts = [len(source)] * call.size
-    return call.make(counts, call.one_block(call.rank, source), blocks, counts[:1], options)
+    return perform(call.with_data(counts, call.one_block(call.rank, source), blocks, counts[:1]))
 
 
 def scatter(
@@ -301,12 +299,11 @@ def scatter(
     >>> tensor
     tensor([3., 4.])
     """
-    options = CallOptions(algorithm, async_op, segment_bytes)
-    call = CallBuilder("scatter", group, tensor, root=src)
+    call = Call("scatter", group, tensor, CallOptions(algorithm, async_op, segment_bytes), root=src)
     target = call.write(tensor)
-    blocks = call.root_list("scatter_list", scatter_list, len(target), writing=False)
+    blocks = call.split_on_root(scatter_list, "scatter_list", call.read, len(target))
     counts = [len(target)] * call.size
-    return call.make(counts, blocks, call.one_block(call.rank, target), counts[:1], options)
+    return perform(call.with_data(counts, blocks, call.one_block(call.rank, target), counts[:1]))
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

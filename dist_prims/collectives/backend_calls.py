@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,8 @@ from ..schedules import Schedule
 from ..schedules.program import Program, RankSchedule
 from ..schedules.trust import name_to_compare
 from ..torch_compat import backend_of, device_types
+from .call import Call
 from .queue import Work
-
-if TYPE_CHECKING:
-    from .call import Call
 
 __all__: list[str] = []
 
@@ -42,14 +40,14 @@ _backends: dict[int, dict[str, Any]] = {}  # by the id of a live group and the d
 
 def _backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Return the backend of a group for a device, from a cache; None if the group has none."""
-    known = _backends.get(id(group))
-    if known is None:
-        known = _backends[id(group)] = {}
+    by_type = _backends.get(id(group))
+    if by_type is None:
+        by_type = _backends[id(group)] = {}
         weakref.finalize(group, _backends.pop, id(group), None)
-    found = known.get(device.type)
-    if found is None and device.type in device_types(group):
-        found = known[device.type] = backend_of(group, device)
-    return found
+    backend = by_type.get(device.type)
+    if backend is None and device.type in device_types(group):
+        backend = by_type[device.type] = backend_of(group, device)
+    return backend
 
 
 def _is_dist_prims(backend: Any) -> bool:
@@ -57,11 +55,15 @@ def _is_dist_prims(backend: Any) -> bool:
 
 
 def is_on_dist_prims(call: Call) -> bool:
+    """Whether the group's backend for the tensors of the call is dist_prims."""
     return call.like.device.type == "cpu" and _is_dist_prims(_backend_for(call.group, call.like.device))
 
 
 def find_all_reduce(group: dist.ProcessGroup | None) -> Callable[..., None] | None:
-    """Look up the all_reduce of a group's backend dist_prims, once for a group. It takes any CPU tensor."""
+    """Return the all_reduce of a group's backend dist_prims, which takes any CPU tensor; None for another backend.
+
+    ``direct_all_reduces`` keeps it, so that the next call need not look it up here.
+    """
     members = dist.group.WORLD if group is None else group
     if not isinstance(members, dist.ProcessGroup):
         return None
@@ -73,10 +75,15 @@ def find_all_reduce(group: dist.ProcessGroup | None) -> Callable[..., None] | No
 
 
 def direct_group(group: dist.ProcessGroup | None, data: Any, *block: Any) -> dist.ProcessGroup | None:
-    """Return the group of dist_prims for a call that can be passed to torch.distributed unchanged, else None.
+    """Return the group if it is one of dist_prims, and the tensors can be passed to torch.distributed unchanged.
 
-    ``block``: the tensor of one rank, if ``data`` has a block for each rank. A rank may use this shortcut where another
-    rank does not: run_in_backend() makes the same calls.
+    Otherwise return None. A rank may use this shortcut where another rank does not: both paths make the same call of
+    the backend.
+
+    Args:
+        group: the group, or None for the default group.
+        data: the tensor with the whole data, as the user has passed it.
+        block: the tensor of one rank, if ``data`` has a block for each rank.
     """
     members = dist.group.WORLD if group is None else group
     if not (isinstance(members, dist.ProcessGroup) and _is_dist_prims(_backend_for(members, _CPU))):
@@ -91,7 +98,7 @@ def direct_group(group: dist.ProcessGroup | None, data: Any, *block: Any) -> dis
 
 
 def is_for_gloo(call: Call) -> bool:
-    """Whether a call that names no algorithm is gloo's own; the same on all ranks."""
+    """Whether gloo itself makes a call that names no algorithm; the same on all ranks."""
     is_gloo = type(_backend_for(call.group, call.like.device)).__name__ == "ProcessGroupGloo"
     if not is_gloo or call.like.device.type != "cpu":
         return False
@@ -102,8 +109,9 @@ def is_for_gloo(call: Call) -> bool:
 
 
 @torch.no_grad()
-def run_over_gloo(call: Call, is_async: bool) -> Work | None:
+def run_over_gloo(call: Call) -> Work | None:
     """Make a call that is_for_gloo() accepts."""
+    is_async = call.options.async_op
     group, source, target, after = call.group, call.source[0], call.target[0], [*call.after]
     assert target is not None
     if call.collective == "barrier":
@@ -122,6 +130,7 @@ def run_over_gloo(call: Call, is_async: bool) -> Work | None:
 
 
 def _settle(future: Future[None], after: Sequence[Callable[[], object]], done: Any) -> None:
+    """Complete ``future`` when the backend has made the call. ``done``: torch's future of it, which has completed."""
     try:
         done.wait()  # raises the exception of the call
         _run_all(after)
@@ -133,8 +142,8 @@ def _settle(future: Future[None], after: Sequence[Callable[[], object]], done: A
 
 def _run_all(after: Sequence[Callable[[], object]]) -> None:
     with torch.no_grad():
-        for each in after:
-            each()
+        for finish in after:
+            finish()
 
 
 def _work_or_finish(call: Call, work: dist.Work | None, after: Sequence[Callable[[], object]]) -> Work | None:
@@ -144,7 +153,7 @@ def _work_or_finish(call: Call, work: dist.Work | None, after: Sequence[Callable
         return None
     future: Future[None] = Future()
     work.get_future().then(functools.partial(_settle, future, after))
-    return Work(future, f"{call.collective} on rank {call.group.rank()}", work)
+    return Work(future, call.title, work)
 
 
 def schedule_name(schedule: Schedule) -> str:
@@ -166,15 +175,13 @@ def compiled_without_steps(schedule: Schedule, rank: int) -> Any:
     return import_module("dist_prims._backend").NativeSchedule(RankSchedule(program, name))
 
 
-def run_in_backend(
-    call: Call, is_async: bool, schedule: Any = None, check: Callable[[], None] | None = None
-) -> Work | None:
-    """Make a call in the backend dist_prims, by a compiled schedule or, without one, as its group makes it.
+def run_in_backend(call: Call, schedule: Any = None, check: Callable[[], None] | None = None) -> Work | None:
+    """Make a call in the backend dist_prims, by a compiled ``schedule`` or, without one, by the backend's own choice.
 
-    The backend first compares the calls of all ranks and calls ``check``, which raises for a schedule that must not
-    run.
+    The backend first compares the calls of all ranks. Then it calls ``check``, which raises for a schedule that must
+    not run.
     """
-    is_source = call.collective != "broadcast" or call.group.rank() == call.root
+    is_source = call.collective != "broadcast" or call.is_root
     work: dist.Work = _backend_for(call.group, call.like.device).run_call(
         collective=call.collective,
         schedule=schedule,
@@ -185,6 +192,6 @@ def run_in_backend(
         root=-1 if call.root is None else call.root,
         is_even=call.even,
         check=check,
-        async_op=is_async,
+        async_op=call.options.async_op,
     )
-    return _work_or_finish(call, work if is_async else None, call.after)
+    return _work_or_finish(call, work if call.options.async_op else None, call.after)

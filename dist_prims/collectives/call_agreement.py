@@ -1,8 +1,8 @@
 """Comparison of the calls of all ranks before data is touched: if two ranks differ, all ranks raise MismatchError.
 
 Backends do not compare calls: gloo adds float32 to int32, or aborts the process when a message is longer than the
-posted receive. Each collective therefore begins with a header of fixed size that describes the call of the rank. The
-header contains the arguments instead of a hash, so that the error can show both calls.
+posted receive. Each collective therefore begins with a *header* of fixed size that describes the call of the rank. The
+header contains the arguments instead of a hash, so that the error can show both calls. A header as bytes is *packed*.
 
 Headers spread by dissemination. In round k = 0, 1, ... rank r sends its known headers to ranks r + 4^k, r + 2 * 4^k and
 r + 3 * 4^k, so that after ceil(log4 n) rounds every rank knows about all ranks. Two headers are sufficient to prove a
@@ -37,7 +37,9 @@ _RADIX = 4  # of the dissemination: on busy cores a round costs more than a mess
 class Header:
     """The call that a rank is about to make.
 
-    ``layout`` is a checksum of the counts where every rank must give the same list of counts.
+    ``sequence`` is the number of the call in its group, and ``count`` the number of elements. ``root`` is -1 without a
+    root. ``layout`` is a checksum of the counts where every rank must give the same list of counts, else 0. Texts are
+    empty where the call has none. :meth:`pack` shortens texts that are too long.
     """
 
     sequence: int
@@ -53,14 +55,13 @@ class Header:
 
     def pack(self) -> bytes:
         widths = (int(width) for width in re.findall(r"(\d+)s", _LAYOUT.format))
-        return _LAYOUT.pack(*(fit(v, next(widths)) if isinstance(v, str) else v for v in astuple(self)))
+        values = (fit(value, next(widths)) if isinstance(value, str) else value for value in astuple(self))
+        return _LAYOUT.pack(*values)
 
     @staticmethod
     def unpack(data: bytes) -> Header:
-        fields: list[Any] = [
-            v.rstrip(b"\0").decode(errors="replace") if isinstance(v, bytes) else v for v in _LAYOUT.unpack(data)
-        ]
-        return Header(*fields)
+        fields: list[Any] = list(_LAYOUT.unpack(data))
+        return Header(*(f.rstrip(b"\0").decode(errors="replace") if isinstance(f, bytes) else f for f in fields))
 
     def __str__(self) -> str:
         words = [self.op, self.dtype, f"{self.count} elements", f"algorithm {self.algorithm}"]
@@ -75,11 +76,12 @@ Known = tuple[tuple[int, bytes], ...]  # at most two (rank, packed header), the 
 
 def _merge(mine: Known, other: Known) -> Known:
     """Return the header of the lowest rank, and the first header by rank that differs from it."""
-    ordered = sorted({*mine, *other})
-    return (ordered[0], *[slot for slot in ordered if slot[1] != ordered[0][1]][:1])
+    lowest, *others = sorted({*mine, *other})
+    return (lowest, *[slot for slot in others if slot[1] != lowest[1]][:1])
 
 
 def _encode(known: Known) -> torch.Tensor:
+    """Return a message: two slots of a rank and its packed header; the second slot may be empty."""
     padded = [*known, (NO_RANK, b"")][:2]
     return torch.frombuffer(bytearray(b"".join(_SLOT.pack(*slot) for slot in padded)), dtype=torch.uint8)
 
@@ -89,18 +91,24 @@ def _decode(data: torch.Tensor) -> Known:
     return tuple((rank, packed) for rank, packed in slots if rank != NO_RANK)
 
 
-def agree(channel: Channel, group: dist.ProcessGroup, header: Header, device: torch.device) -> None:
-    """Return when all ranks make the same call; raise MismatchError on every rank if two differ."""
+def agree_on_call(channel: Channel, group: dist.ProcessGroup, header: Header, device: torch.device) -> None:
+    """Return when all ranks make the same call; raise MismatchError on every rank if two calls differ.
+
+    Args:
+        channel: carries the headers.
+        group: the ranks.
+        header: the call of this rank.
+        device: of the messages: a device for which the group has a backend.
+    """
     rank, size = group.rank(), group.size()
     known: Known = ((rank, header.pack()),)
     pending: list[Pending] = []
+    # 1. Rounds: before the one at this distance, the rank knows of itself and the distance - 1 ranks before it.
     distance = 1
     while distance < size:
         hops = [hop * distance for hop in range(1, _RADIX) if hop * distance < size]
         sent = _encode(known).to(device)
-        received = [
-            sent.clone() for _ in hops
-        ]  # the backend "fake" transfers nothing; its group then agrees with itself
+        received = [sent.clone() for _ in hops]  # as torch's backend "fake" transfers nothing, its ranks then agree
         outgoing, incoming = channel.start(
             [Transfer((rank + hop) % size, sent) for hop in hops],
             [Transfer((rank - hop) % size, data) for hop, data in zip(hops, received, strict=True)],
@@ -111,11 +119,13 @@ def agree(channel: Channel, group: dist.ProcessGroup, header: Header, device: to
             known = _merge(known, _decode(data))
         distance *= _RADIX
     channel.wait(pending)
+    # 2. All ranks know the same headers now.
     if len(known) > 1:
-        (one, first), (two, second) = ((rank, Header.unpack(packed)) for rank, packed in known)
+        (lowest, packed), (other, packed_other) = known
+        first, second = Header.unpack(packed), Header.unpack(packed_other)
         raise MismatchError(
-            f"rank {rank}: ranks disagree, no data was touched. Rank {one} calls {first}; rank {two} calls {second}. "
-            f"{_remedy(first, second)}"
+            f"rank {rank}: ranks disagree, no data was touched. Rank {lowest} calls {first}; rank {other} "
+            f"calls {second}. {_remedy(first, second)}"
         )
 
 

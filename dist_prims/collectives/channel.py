@@ -22,7 +22,7 @@ __all__: list[str] = []
 
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    """Return a view of a contiguous tensor as bytes."""
+    """Return a view of a flat, contiguous tensor as bytes."""
     return flat.view(torch.uint8)
 
 
@@ -63,28 +63,30 @@ class Channel:
 
         Return the pending sends and the pending receives, each in the given order.
         """
-        each = [*receives, *sends]
-        if each and each[0].data.device.type == "cuda":
-            works = self._batch(sends, receives)
+        transfers = [*receives, *sends]
+        if transfers and transfers[0].data.device.type == "cuda":
+            works = self._start_batch(sends, receives)
         else:
-            works = [self._group.recv([as_bytes(one.data)], one.peer, self._tag) for one in receives]
-            works += [self._group.send([as_bytes(one.data)], one.peer, self._tag) for one in sends]
+            works = [self._group.recv([as_bytes(receive.data)], receive.peer, self._tag) for receive in receives]
+            works += [self._group.send([as_bytes(send.data)], send.peer, self._tag) for send in sends]
         if recorder.active is not None:
             kinds = [fmt.RECEIVE] * len(receives) + [fmt.SEND] * len(sends)
-            facts = [(kind, one.peer, one.data.nbytes) for kind, one in zip(kinds, each, strict=True)]
-            works = [recorder.TracedWork(work, *fact) for work, fact in zip(works, facts, strict=True)]
-        pending = [Pending(work, one.data) for work, one in zip(works, each, strict=True)]
+            works = [
+                recorder.TracedWork(work, kind, transfer.peer, transfer.data.nbytes)
+                for work, kind, transfer in zip(works, kinds, transfers, strict=True)
+            ]
+        pending = [Pending(work, transfer.data) for work, transfer in zip(works, transfers, strict=True)]
         return pending[len(receives) :], pending[: len(receives)]
 
-    def _batch(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> list[Any]:
+    def _start_batch(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> list[Any]:
         ops = [
-            dist.P2POp(kind, as_bytes(each.data), group=self._group, group_peer=each.peer)
+            dist.P2POp(kind, as_bytes(transfer.data), group=self._group, group_peer=transfer.peer)
             for kind, transfers in ((dist.irecv, receives), (dist.isend, sends))
-            for each in transfers
+            for transfer in transfers
         ]
         works = dist.batch_isend_irecv(ops)
         return works if len(works) == len(ops) else works[:1] * len(ops)  # NCCL returns one work for a batch
 
     def wait(self, pending: Sequence[Pending]) -> None:
-        for each in pending:
-            each.wait(self._timeout)
+        for transfer in pending:
+            transfer.wait(self._timeout)

@@ -1,6 +1,6 @@
-"""Executor of a rank's program over a channel, on the memory of the user.
+"""Executor of one rank's part of a schedule, its *program*, over a channel and on the memory of the user.
 
-A chunk is a slice of a flat tensor.
+A *chunk* is a piece of the data, a slice of a flat tensor. *Scratch* memory is memory that the executor allocates.
 
 - A received chunk that replaces another is received in its slice.
 - A received chunk that is to be added is received in a scratch buffer and added from there.
@@ -10,7 +10,8 @@ A chunk is a slice of a flat tensor.
 The executor therefore copies no whole buffer, and needs one chunk of scratch memory for each receive in progress.
 
 By definition every transfer of a step reads the state before the step. The executor therefore does not write a slice
-before the sends from it have completed, and does not read a slice in a step after it has written the slice.
+before the sends from it have completed, and does not read a slice in a step after it has written the slice. It runs on
+the thread of the call (``queue.py``).
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ __all__: list[str] = []
 
 @dataclass(frozen=True)
 class ChunkSlice:
-    """Elements start..stop of a flat tensor. ``writable`` is False for an input that must not change."""
+    """Elements start to stop, without stop, of a flat tensor: the memory of a chunk.
+
+    ``writable`` is False for an input of the user that must not change.
+    """
 
     flat: torch.Tensor
     start: int
@@ -48,7 +52,10 @@ class ChunkSlice:
 
 @dataclass
 class ReceiveBuffer:
-    """The memory of a received message: as a whole, by chunk, and whether it is scratch memory of this step."""
+    """The memory of a received message: as a whole, the part of each chunk, and whether it is scratch memory.
+
+    It stops to be ``scratch`` when a chunk keeps it: the next step must not reuse it.
+    """
 
     whole: torch.Tensor
     parts: list[torch.Tensor]
@@ -61,11 +68,17 @@ def _joined(slices: Sequence[ChunkSlice]) -> torch.Tensor | None:
     return slices[0].flat[slices[0].start : slices[-1].stop] if consecutive else None
 
 
-class Executor:
+class ProgramExecutor:
     """Runs one program once.
 
-    ``lengths``: the number of elements of each piece. ``ranks`` is the size of the group, which a mean needs.
-    ``segment`` is the number of elements of a segment; 0 sends messages in one piece.
+    Args:
+        channel: sends and receives.
+        slices: the memory of each chunk that this rank has before the first step, by number. It changes with the steps.
+        lengths: the number of elements of each piece of the data, by number.
+        like: a tensor with the type and device of the data.
+        op: the reduction.
+        ranks: the size of the group, by which a mean is divided.
+        segment: the number of elements of a segment; 0 sends messages in one piece.
     """
 
     def __init__(
@@ -85,7 +98,7 @@ class Executor:
         self._op = op
         self._ranks = ranks
         self._segment = segment
-        self._pending_sends: dict[int, list[Pending]] = {}  # sends in progress, by the chunk that they read
+        self._pending_sends: dict[int, list[Pending]] = {}  # by the chunk that the sends read
         # Scratch memory of an earlier step, for reuse: the page faults of new memory cost as much as a copy.
         self._old_scratch: torch.Tensor | None = None
 
@@ -102,55 +115,64 @@ class Executor:
         self._wait_sent(tuple(self._pending_sends))
 
     def _step(self, step: ProgramStep) -> None:
-        buffers = {message.peer: self._buffer(message, step) for message in step.receives}
-        sends = [piece for message in step.sends for piece in self._cut(message.peer, self._packed(message))]
-        receives = [piece for peer, buffer in buffers.items() for piece in self._cut(peer, buffer.whole)]
+        # 1. Start all messages of the step, in segments. A step has at most one message for each peer and direction.
+        buffers = {message.peer: self._receive_buffer(message, step) for message in step.receives}
+        sends = [part for message in step.sends for part in self._segments(message.peer, self._send_buffer(message))]
+        receives = [part for peer, buffer in buffers.items() for part in self._segments(peer, buffer.whole)]
         outgoing, incoming = self._channel.start(sends, receives)
         for message in step.sends:
-            pending = [each for each, send in zip(outgoing, sends, strict=True) if send.peer == message.peer]
+            pending = [work for work, send in zip(outgoing, sends, strict=True) if send.peer == message.peer]
             for chunk in message.chunks:
                 self._pending_sends.setdefault(chunk, []).extend(pending)
-        arrived = _Receives(self._channel, list(zip(incoming, receives, strict=True)))
+        # 2. Write the chunks, while further segments arrive.
+        arrivals = _Arrivals(self._channel, list(zip(incoming, receives, strict=True)))
         own = self._own_operands(step)
         for write in step.writes:
-            self._write(write, buffers, arrived, own)
-        arrived.wait_all()
-        self._drop(step.dead)
+            self._write(write, buffers, arrivals, own)
+        arrivals.wait_all()
+        # 3. Forget the chunks that no later step reads, and keep one buffer for the next step.
+        self._wait_sent(step.dead)
+        for chunk in step.dead:
+            self.slices.pop(chunk, None)
         self._old_scratch = next((buffer.whole for buffer in buffers.values() if buffer.scratch), self._old_scratch)
 
-    def _cut(self, peer: int, data: torch.Tensor) -> list[Transfer]:
+    def _segments(self, peer: int, data: torch.Tensor) -> list[Transfer]:
         """Cut a message into segments, so that the first can be reduced while the others are being transferred."""
         length, segment = len(data), self._segment or max(len(data), 1)
         return [Transfer(peer, data[at : at + segment]) for at in range(0, length, segment)]
 
-    def _packed(self, message: Message) -> torch.Tensor:
+    def _send_buffer(self, message: Message) -> torch.Tensor:
+        """Return the chunks of a message as one tensor: a view if they are consecutive, else a copy."""
         slices = [self.slices[chunk] for chunk in message.chunks]
         joined = _joined(slices)
-        return torch.cat([each.view for each in slices]) if joined is None else joined
+        return torch.cat([chunk.view for chunk in slices]) if joined is None else joined
 
-    def _buffer(self, message: Message, step: ProgramStep) -> ReceiveBuffer:
+    def _receive_buffer(self, message: Message, step: ProgramStep) -> ReceiveBuffer:
+        """Return the memory for a message: the slices of its chunks if possible, else scratch memory."""
         lengths = [self._lengths[piece] for piece in message.pieces]
-        in_place = self._in_place(message, step, lengths)
-        whole = self._scratch(sum(lengths)) if in_place is None else in_place
-        return ReceiveBuffer(whole, cut(whole, lengths), scratch=in_place is None)
+        whole = self._joined_targets(message, step, lengths)
+        if whole is not None:
+            return ReceiveBuffer(whole, cut(whole, lengths), scratch=False)
+        old, self._old_scratch, length = self._old_scratch, None, sum(lengths)
+        whole = old[:length] if old is not None and len(old) >= length else self._like.new_empty(length)
+        return ReceiveBuffer(whole, cut(whole, lengths), scratch=True)
 
-    def _scratch(self, length: int) -> torch.Tensor:
-        old, self._old_scratch = self._old_scratch, None
-        return old[:length] if old is not None and len(old) >= length else self._like.new_empty(length)
-
-    def _in_place(self, message: Message, step: ProgramStep, lengths: list[int]) -> torch.Tensor | None:
+    def _joined_targets(self, message: Message, step: ProgramStep, lengths: list[int]) -> torch.Tensor | None:
         """Return the user's memory if the message only replaces consecutive chunks that the step does not read."""
         chunks = set(message.chunks)
+        # 1. The step neither sends these chunks nor reads them for a write.
+        read_chunks = {source.index for write in step.writes for source in write.sources if source.peer == OWN}
+        read_chunks |= {chunk for sent in step.sends for chunk in sent.chunks}
+        # 2. It writes nothing else to them, so there is nothing to add.
+        is_plain = all(len(write.sources) == 1 and write.copy for write in step.writes if write.into in chunks)
+        # 3. All of them have memory that may be written, of the right length.
         slices = [self.slices.get(chunk) for chunk in message.chunks]
-        busy = {source.index for write in step.writes for source in write.sources if source.peer == OWN}
-        busy |= {chunk for sent in step.sends for chunk in sent.chunks}
-        plain = all(len(w.sources) == 1 and w.copy for w in step.writes if w.into in chunks)
-        usable = [each for each in slices if each is not None and each.writable]
-        fits = [each.stop - each.start for each in usable] == lengths
-        if not (plain and fits) or chunks & busy:
+        writable = [chunk for chunk in slices if chunk is not None and chunk.writable]
+        fits = [chunk.stop - chunk.start for chunk in writable] == lengths
+        if not (is_plain and fits) or chunks & read_chunks:
             return None
         self._wait_sent(message.chunks)
-        return _joined(usable)
+        return _joined(writable)
 
     def _own_operands(self, step: ProgramStep) -> Mapping[int, torch.Tensor]:
         """Return the rank's own chunks that a step reads, in their state before the step."""
@@ -164,24 +186,36 @@ class Executor:
         self,
         write: Write,
         buffers: Mapping[int, ReceiveBuffer],
-        arrived: _Receives,
+        arrivals: _Arrivals,
         own: Mapping[int, torch.Tensor],
     ) -> None:
+        """Write one chunk: the sum of its sources, added to its present value or in the place of it.
+
+        Args:
+            write: the chunk and its sources.
+            buffers: the received messages by sender, of which some may still arrive.
+            arrivals: waits for the messages.
+            own: this rank's chunks that the step reads, by number.
+        """
+        # 1. The operands: the present value, unless the write replaces it, and the sources.
         operands = [own[s.index] if s.peer == OWN else buffers[s.peer].parts[s.index] for s in write.sources]
         target = self.slices.get(write.into)
         current = [] if write.copy or target is None else [target.view]
+        # 2. The memory of the result: the slice of the chunk if it may be written, else the buffer of an operand.
         if target is not None and target.writable and target.stop - target.start == len(operands[0]):
             self._wait_sent([write.into])
             out = target.view
         else:
             out = self._new_slice(write, operands, buffers)
+        # 3. A message of one chunk that is added to the present value: each segment is added when it has arrived.
         first = write.sources[0].peer
         if len(current) == len(operands) == 1 and first != OWN and len(buffers[first].parts) == 1:
-            for part in arrived.parts(first):
-                self._fold(out[part], [current[0][part], operands[0][part]], write)
+            for segment in arrivals.segments(first):
+                self._fold(out[segment], [current[0][segment], operands[0][segment]], write)
             return
+        # 4. Otherwise all operands must have arrived. A single operand may already be in its place.
         for source in write.sources:
-            arrived.wait(source.peer)
+            arrivals.wait(source.peer)
         if len(current) + len(operands) > 1 or out.data_ptr() != operands[0].data_ptr():
             self._fold(out, [*current, *operands], write)
 
@@ -204,17 +238,13 @@ class Executor:
         return out
 
     def _wait_sent(self, chunks: Sequence[int]) -> None:
+        """Wait for the sends that read these chunks."""
         for chunk in chunks:
             self._channel.wait(self._pending_sends.pop(chunk, []))
 
-    def _drop(self, chunks: Sequence[int]) -> None:
-        self._wait_sent(chunks)
-        for chunk in chunks:
-            self.slices.pop(chunk, None)
 
-
-class _Receives:
-    """The receives of one step. The executor waits for each one when it needs the data."""
+class _Arrivals:
+    """The receives of one step, in segments. The executor waits for each one when it needs the data."""
 
     def __init__(self, channel: Channel, receives: list[tuple[Pending, Transfer]]) -> None:
         self._channel = channel
@@ -224,11 +254,11 @@ class _Receives:
 
     def wait(self, peer: int) -> None:
         """Wait for the whole message of a peer. For OWN, the rank's own chunks, there is no wait."""
-        for _ in self.parts(peer):
+        for _ in self.segments(peer):
             pass
 
-    def parts(self, peer: int) -> Iterator[slice]:
-        """Yield the slices of a peer's message, each when it has arrived."""
+    def segments(self, peer: int) -> Iterator[slice]:
+        """Yield where each segment lies in a peer's message, when it has arrived; nothing more in a second call."""
         start = 0
         for pending, data in self._by_peer.pop(peer, []):
             self._channel.wait([pending])

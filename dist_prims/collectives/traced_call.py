@@ -1,4 +1,4 @@
-"""The part of a collective in Python in the trace of this process: its group, and the call itself."""
+"""Events of collectives that run in Python in the trace of this process: the group, and each call."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ..torch_compat import default_group, group_store
 from ..tracing import clock, recorder
 from ..tracing import format as fmt
+from .call import Call
 
 __all__: list[str] = []
 
@@ -20,55 +21,50 @@ _TOKEN = "dist_prims/trace"
 
 @contextmanager
 def in_group(group: dist.ProcessGroup, counter: str, sequence: int = 0) -> Iterator[None]:
-    """Context in which the events of this thread belong to a call of a group. ``counter``: what numbers the calls."""
+    """Context in which the events of this thread belong to a call of a group.
+
+    ``counter`` names what numbers the calls, such as "python" or "pipeline"; ``sequence`` is the number.
+    """
     here = recorder.context
     outer = here.where
-    here.where = _number_of(group, counter), sequence, -1
+    number = recorder.group_number(group, counter, lambda: _describe(group, counter))
+    here.where = number, sequence, -1  # no step yet
     try:
         yield
     finally:
         here.where = outer
 
 
-def traced(
-    run: Callable[[], None],
-    group: dist.ProcessGroup,
-    sequence: int,
-    collective: str,
-    algorithm: str,
-    nbytes: int,
-    root: int | None,
-) -> None:
-    """Run a collective, and record it."""
-    with in_group(group, "python", sequence):
+def traced(run: Callable[[], None], call: Call, sequence: int, algorithm: str) -> None:
+    """Run a collective, and record it.
+
+    Args:
+        run: runs the collective.
+        call: what it runs.
+        sequence: the number of the call in its group.
+        algorithm: the algorithm with its parameters.
+    """
+    with in_group(call.group, "python", sequence):
         begin, failed = recorder.started(), True
         try:
             run()
             failed = False
         finally:
-            facts: dict[str, Any] = {"collective": fmt.COLLECTIVES.index(collective), "failed": failed}
-            recorder.record(
-                fmt.COLLECTIVE, begin, name=algorithm, nbytes=nbytes, peer=-1 if root is None else root, **facts
-            )
-
-
-def _number_of(group: dist.ProcessGroup, counter: str) -> int:
-    return recorder.group_number(group, counter, lambda: _describe(group, counter))
+            facts: dict[str, Any] = {"collective": fmt.COLLECTIVES.index(call.collective), "failed": failed}
+            peer = -1 if call.root is None else call.root
+            recorder.record(fmt.COLLECTIVE, begin, name=algorithm, nbytes=call.nbytes, peer=peer, **facts)
 
 
 def _describe(group: dist.ProcessGroup, counter: str) -> dict[str, Any]:
-    ranks = dist.get_process_group_ranks(group)
-    return {
-        "name": str(group.group_name),
-        "counter": counter,
-        "token": _token(group),
-        "rank": group.rank(),
-        "ranks": ranks,
-    }
+    ranks, token = dist.get_process_group_ranks(group), _token(group)
+    return {"name": str(group.group_name), "counter": counter, "token": token, "rank": group.rank(), "ranks": ranks}
 
 
 def _token(group: dist.ProcessGroup) -> str:
-    """A text that the ranks of a group share: the text of the first rank that has stored one. Empty without a store."""
+    """A text that the ranks of a group share, by which a reader of their traces recognises the group.
+
+    It is the text of the first rank that has stored one in the group's store; empty without a store.
+    """
     if dist.get_world_size() > 1 and (world := group_store(default_group())) is not None:
         clock.register(world, dist.get_rank())
     store = group_store(group)
