@@ -1,4 +1,9 @@
-"""Creation of a group of the backend "dist_prims" on one of its ranks; torch calls :func:`make`."""
+"""Creation of a group of the backend "dist_prims" on one of its ranks, and what is known about the groups of a process.
+
+``torch.distributed`` calls :func:`make` for a new group; repairs, and C++ for the children of a group, call
+:func:`make_group`. A *group* is here the backend object of a ``ProcessGroup`` of torch. The steps of its creation are
+numbered in :func:`_make`: all ranks do them in the same order, and each step lets all ranks raise if one fails.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,7 +53,7 @@ _CPU = torch.device("cpu")
 _EXIT_TIME = 0.5  # seconds from the end of a connection to the end of its process
 
 
-_groups: weakref.WeakSet[MadeGroup] = weakref.WeakSet()  # of this process; the backend of each keeps it
+_groups: weakref.WeakSet[MadeGroup] = weakref.WeakSet()  # the groups of this process, as long as their backends exist
 _lock = threading.Lock()  # of _groups: a repair makes a group on a thread of its own
 
 
@@ -58,21 +63,22 @@ def made_group(name: str) -> MadeGroup:
     There may be several for a moment: a repair tries again under the name of an attempt that has not ended, and torch
     makes a backend for each kind of device and keeps the first one. Of those that exist, the latest request counts.
     """
-    if found := _latest_group(name):
-        return found
+    if group := _latest_group(name):
+        return group
     raise KeyError(name)
 
 
 def _latest_group(name: str) -> MadeGroup | None:
     with _lock:
-        of_name = [made for made in _groups if made.request.name == name]
-    return max(of_name, key=lambda made: made.request.order, default=None)
+        groups_of_name = [made for made in _groups if made.request.name == name]
+    return max(groups_of_name, key=lambda made: made.request.order, default=None)
 
 
 def find_made_group(group: dist.ProcessGroup) -> MadeGroup | None:
-    """Return what is known about a group if it is one of this backend.
+    """Return what is known about a group of torch if its backend is this one, else None.
 
-    A backend keeps the name with which it was made; the group that torch's ``shrink_group`` makes has another one.
+    The backend is asked for the name with which it was made: the group that torch's ``shrink_group`` makes is named
+    differently.
     """
     if _CPU.type not in device_types(group):
         return None
@@ -81,10 +87,14 @@ def find_made_group(group: dist.ProcessGroup) -> MadeGroup | None:
 
 
 def make(options: Any, given: Any, repairs: Repairs) -> Any:
-    """Create the backend for a group.
+    """Create the backend of a group for torch.
 
-    ``options`` are torch's: store, rank, size, timeout. ``given`` are the ``pg_options`` of the caller.
+    Args:
+        options: torch's description of the group: store, name, rank, size, timeout, global ranks.
+        given: the ``pg_options`` of the caller.
+        repairs: functions that torch's own repairs of the group need.
     """
+    world = find_made_group(default_group()) if dist.is_initialized() else None
     request = GroupRequest(
         store=options.store,
         name=str(options.group_id),
@@ -95,21 +105,18 @@ def make(options: Any, given: Any, repairs: Repairs) -> Any:
         given=given if isinstance(given, BackendOptions) else None,
         origin=Origin.LAUNCHED,
         repairs=repairs,
-        inherited=_traits_of_world() & Trait.SEVERAL_LAUNCHERS,
+        inherited=world.request.traits & Trait.SEVERAL_LAUNCHERS if world else Trait.NONE,
     )
     if getattr(options, "enable_reconfigure", False):  # since torch 2.15
         return _make_without_members(request)
     return make_group(request)
 
 
-def _traits_of_world() -> Trait:
-    """The traits of the default group."""
-    made = find_made_group(default_group()) if dist.is_initialized() else None
-    return made.request.traits if made else Trait.NONE
-
-
 def _make_without_members(request: GroupRequest) -> Any:
-    """Create the backend of a group that has no members until its first reconfigure: inside, a group of this rank."""
+    """Create the backend of a group that has no members before torch's first ``reconfigure`` of it.
+
+    Until then the backend is a group of this rank alone.
+    """
     ranks = [request.ranks[request.rank] if request.ranks else request.rank]
     alone = dataclasses.replace(request, store=dist.HashStore(), rank=0, size=1, ranks=ranks)
     backend = make_group(alone, ended=list)
@@ -118,9 +125,10 @@ def _make_without_members(request: GroupRequest) -> Any:
 
 
 def make_group(request: GroupRequest, ended: Callable[[], list[int]] | None = None) -> Any:
-    """Create the backend. ``ended`` returns the ranks of the new group whose processes have ended.
+    """Create the backend of a group, on each of its ranks.
 
-    By default the default group tells it, which watches all processes of this host.
+    ``ended`` returns the ranks of the new group whose processes have ended. By default the default group is asked,
+    which watches all processes of this host.
     """
     monitor = _DeathMonitor(request.rank, ended or _ended_by_default_group(request))
     try:
@@ -131,19 +139,23 @@ def make_group(request: GroupRequest, ended: Callable[[], list[int]] | None = No
 
 
 def _make(request: GroupRequest, monitor: _DeathMonitor) -> Any:
+    # 1. Settings: a wrong one raises before anything is sent.
     begin_from_environment()
     options = keep_options(request.name, request.given)
-    slot_bytes = slot_bytes_of(options)  # raises before anything is sent, as ports() does
+    slot_bytes = slot_bytes_of(options)
     ports()
+    # 2. The handshake: from here on only the ranks of this attempt use the store.
     rank, size, ranks = request.rank, request.size, request.all_ranks
-    store, token, hosts, secret = _handshake(request, monitor)
+    meeting = _handshake(request, monitor)
+    store, attempt, secret = meeting.store, meeting.attempt, meeting.secret
     temporary = _TemporaryKeys(store, [HOSTS] if rank == 0 and size > 1 else [])
     if Trait.LISTED in request.traits:
         _compare_ranks(temporary, rank, ranks)
+    # 3. What C++ reads of the group.
     check = functools.partial(require_proof, rank=rank)
     one_shot = options.one_shot_bytes
     setup = GroupSetup(
-        made=MadeGroup(request, hosts, token, secret.key("registers", token) if secret else b""),
+        made=MadeGroup(request, meeting.hosts, attempt, secret.key("registers", attempt) if secret else b""),
         store=store,
         make=make_group,
         multi_host=None,
@@ -153,9 +165,10 @@ def _make(request: GroupRequest, monitor: _DeathMonitor) -> Any:
         network=0,
         dump=dump_file(request.name, rank),
     )
-    if len(set(hosts)) > 1:
-        key = secret.key("connections", token).hex() if secret else ""
+    if len(set(meeting.hosts)) > 1:
+        key = secret.key("connections", attempt).hex() if secret else ""
         _connect_hosts(setup, temporary, options.transport, key, check)
+    # 4. The backend. Its ranks attach to the shared memory of their host, connect to other hosts, and agree.
     backend = extension().PrimsBackend(
         store=store, rank=rank, size=size, timeout=request.timeout, setup=setup, ended=monitor.first
     )
@@ -167,14 +180,24 @@ def _make(request: GroupRequest, monitor: _DeathMonitor) -> Any:
 
 
 def _connect_hosts(setup: GroupSetup, store: Any, transport: str, key: str, check: Callable[[Schedule], None]) -> None:
-    """Prepare what a group needs only if it spans hosts: costs of the links, schedules, transports, registers."""
+    """Set in ``setup`` what a group needs only if it spans hosts: schedules, the transport, the registers for repairs.
+
+    Args:
+        setup: of the new group.
+        store: for values that are deleted when the group has been made.
+        transport: the transport that the caller requests, or an empty string.
+        key: proves that a connection is from a rank of the group; empty without a secret.
+        check: raises for an incorrect schedule.
+    """
     made, request = setup.made, setup.made.request
     rank, hosts = request.rank, made.hosts
     clock.register(setup.store, rank)
-    known = link_costs.of_rank_0(store, rank, hosts, warn=setup.ranks[0] == 0)
-    setup.network = 0 if known else network_number()
-    setup.multi_host = MultiHostSchedules(hosts, rank, known or link_costs.uncalibrated(hosts), check)
+    # 1. Schedules, by the costs of the links. If rank 0 does not know the costs, C++ measures them: network is not 0.
+    costs = link_costs.of_rank_0(store, rank, hosts, warn=setup.ranks[0] == 0)
+    setup.network = 0 if costs else network_number()
+    setup.multi_host = MultiHostSchedules(hosts, rank, costs or link_costs.uncalibrated(hosts), check)
     remember_hosts(request.name, setup.multi_host.order)
+    # 2. The transport, the same on all ranks.
     requested = transport or os.environ.get("DIST_PRIMS_TRANSPORT", "")
     if Trait.WITHOUT_MPI in request.traits and requested in ("", "mpi"):
         requested = "tcp"
@@ -185,13 +208,15 @@ def _connect_hosts(setup: GroupSetup, store: Any, transport: str, key: str, chec
     else:
         setup.tcp = tcp_endpoint.make(store, rank, hosts, address, key)
         setup.ucx = ucx_library.make(store, rank, request.size, address) if selected == "ucx" else None
+    # 3. Where each rank listens for repairs.
     made.addresses, made.registers = quorum_ranks.publish(store, rank, hosts, address, made.attempt, made.key)
 
 
 class _TemporaryKeys:
     """A store for values that no rank reads after the first agreement of the group.
 
-    Each rank deletes those that it has set: a process that makes groups over and over would otherwise keep them all.
+    Each rank deletes the keys that it has set, and ``keys``, which the handshake has set: a process that makes groups
+    over and over would otherwise keep all of them.
     """
 
     def __init__(self, store: Any, keys: list[str]) -> None:
@@ -211,7 +236,7 @@ class _TemporaryKeys:
 
 
 def _ended_by_default_group(request: GroupRequest) -> Callable[[], list[int]]:
-    """Return what tells which ranks of a new group have ended: the default group watches all processes of this host.
+    """Return a function that returns the ranks of a new group that have ended, as the default group has seen.
 
     Where the new group is the default group, or the default group has another backend or other ranks, no death is
     detected before the ranks have attached to the shared memory.
@@ -225,13 +250,13 @@ def _ended_by_default_group(request: GroupRequest) -> Callable[[], list[int]]:
 
 
 class _DeathMonitor:
-    """Detects that a rank has died while its group is created."""
+    """Detects that a rank has died while its group is created. ``rank`` is this rank, for errors."""
 
     def __init__(self, rank: int, ended: Callable[[], list[int]]) -> None:
         self._rank, self._ended = rank, ended
 
     def first(self) -> int:
-        """Return a rank of the new group whose process has ended; -1 if there is none."""
+        """Return a rank of the new group whose process has ended; -1 if there is none. C++ calls it too."""
         return next(iter(self._ended()), -1)
 
     def check(self) -> None:
@@ -250,36 +275,44 @@ class _DeathMonitor:
             time.sleep(0.01)
 
 
-def _handshake(request: GroupRequest, monitor: _DeathMonitor) -> tuple[Any, str, list[str], Secret | None]:
-    """Return a store that only the ranks of this attempt use, the name of the attempt, the host of each rank, and the
-    secret of the ranks."""
+class _Meeting(NamedTuple):
+    """What a rank knows after the handshake."""
+
+    store: Any  # that only the ranks of this attempt to make the group use
+    attempt: str  # the name of this attempt
+    hosts: list[str]  # by rank
+    secret: Secret | None  # of the ranks
+
+
+def _handshake(request: GroupRequest, monitor: _DeathMonitor) -> _Meeting:
     rank, size, timeout = request.rank, request.size, request.timeout
     store = dist.PrefixStore(NAME, request.store)
     store.set_timeout(timeout)
     if size == 1:
-        return store, secrets.token_hex(8), [host_id()], None
+        return _Meeting(store, secrets.token_hex(8), [host_id()], None)
     secret = secret_of_group(request.store, Trait.SEVERAL_LAUNCHERS in request.traits)
     if secret is None and rank == 0:
         announce_missing_secret(request.store)
     deadline = time.monotonic() + timeout.total_seconds()
-    name, hosts = handshake(store, rank, size, deadline, secret, request.common_name, monitor.check)
-    own = dist.PrefixStore(name, store)
-    signed = own if secret is None else extension().SignedStore(own, secret.key("store", name))
-    return signed, name, hosts, secret
+    attempt, hosts = handshake(store, rank, size, deadline, secret, request.common_name, monitor.check)
+    own = dist.PrefixStore(attempt, store)
+    signed = own if secret is None else extension().SignedStore(own, secret.key("store", attempt))
+    return _Meeting(signed, attempt, hosts, secret)
 
 
 def _compare_ranks(store: Any, rank: int, ranks: list[int]) -> None:
     """Raise ValueError on all ranks if two were given different lists of ranks."""
     store.set(f"ranks/{rank}", json.dumps(ranks))
     for other, text in enumerate(values_of_ranks(store, rank, "ranks", len(ranks))):
-        if (found := json.loads(text)) != ranks:
+        if (its_ranks := json.loads(text)) != ranks:
             raise ValueError(
                 f"split_group: the ranks disagree: rank {rank} of the new group was given the global ranks {ranks}, "
-                f"and rank {other} {found}; pass the same list, in the same order, on each of them"
+                f"and rank {other} {its_ranks}; pass the same list, in the same order, on each of them"
             )
 
 
 def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return the backend for CUDA tensors; None without CUDA."""
     if not (dist.is_nccl_available() and torch.cuda.is_available()):
         return None
     return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, nccl_options(timeout))

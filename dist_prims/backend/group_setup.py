@@ -1,4 +1,4 @@
-"""What a group is made of on this rank, as C++ reads it: values, and functions that C++ calls."""
+"""The argument of the C++ backend of a group on this rank: values that C++ reads, and functions that it calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MadeGroup:
     attempt: str  # the name of this attempt to make the group
     key: bytes = field(repr=False)  # of the registers by which survivors agree; empty without a secret
     addresses: list[str] = field(default_factory=list)  # by rank, see quorum_ranks.publish(); empty on one host
-    registers: Any = None  # those that this rank serves
+    registers: Any = None  # the GroupRegisters that this rank serves, if it serves any
     failed_grows: int = 0
     undecided_grow: str = ""  # the agreement of a call of grow() whose outcome this rank does not know
 
@@ -37,8 +37,8 @@ class MadeGroup:
 class GroupSetup:
     """The argument ``setup`` of PrimsBackend; ``csrc/torch/backend/bindings.cpp`` reads the attributes by their names.
 
-    The functions are called when a group is made of this one, or when the group needs gloo, a schedule or a
-    description for traces. The backend keeps them, and with them what is known about the group.
+    C++ calls the methods when a group is made from this one, and when the group needs gloo, a schedule, or a
+    description for traces. The backend keeps this object alive, and with it ``made``.
     """
 
     made: MadeGroup
@@ -46,13 +46,13 @@ class GroupSetup:
     make: Callable[[GroupRequest], Any]  # makes the backend of another group
     multi_host: MultiHostSchedules | None  # None on one host, where a group has no schedules
     accelerator: Any  # the backend for tensors that are not on the CPU, or None
-    slot_bytes: int
-    one_shot_bytes: int
-    network: int
+    slot_bytes: int  # the size of a slot in shared memory
+    one_shot_bytes: int  # the largest all_reduce in which each rank adds the data of all
+    network: int  # the network namespace of this process, if the link between hosts is to be measured; else 0
     dump: str  # the file for the flight record; empty for none
-    mpi: Any = None  # these three carry messages between hosts
-    tcp: Any = None
-    ucx: Any = None
+    mpi: Any = None  # the transport over MPI, or
+    tcp: Any = None  # the transport over TCP, with
+    ucx: Any = None  # the transport over UCX for the data
 
     @property
     def name(self) -> str:
@@ -74,15 +74,20 @@ class GroupSetup:
         return self.multi_host.choose if self.multi_host else None
 
     def make_gloo(self) -> Any:
+        """Make a gloo group of the same ranks, for calls that the backend leaves to gloo."""
         request = self.made.request
         store = dist.PrefixStore("gloo", self.store)
         return dist.ProcessGroupGloo(store, request.rank, request.size, request.timeout)
 
     def make_child(self, store: Any, name: str, rank: int, size: int, timeout: timedelta, ranks: Sequence[int]) -> Any:
-        """Make a group that is split from this one, or merged from it and others.
+        """Make a group that is split from this one, its parent, or merged from it and others. It inherits the options.
 
-        The new group inherits the options of the parent. ``ranks`` are the ranks of the new group in the parent, empty
-        for a merged group.
+        Args:
+            store: the store in which the new ranks meet.
+            name: the name of the new group on this rank.
+            rank, size: this rank in the new group, and the number of its ranks.
+            timeout: of its collectives.
+            ranks: its ranks as ranks of the parent; empty for a merged group.
         """
         parent = self.made.request
         if Trait.OWN_STORE in parent.traits and ranks:
@@ -93,7 +98,7 @@ class GroupSetup:
             rank=rank,
             size=size,
             timeout=timeout,
-            ranks=[parent.all_ranks[each] for each in ranks],
+            ranks=[parent.all_ranks[rank_in_parent] for rank_in_parent in ranks],
             given=parent.given,
             origin=Origin.SPLIT if ranks else Origin.MERGED,
             repairs=parent.repairs,
@@ -112,15 +117,18 @@ class GroupSetup:
     def reconfigure(
         self, backend: Any, uuid: int, own: str, handles: Sequence[str], is_ordered: bool, timeout: timedelta
     ) -> Any:
-        """Make the group of the processes of these handles, in the place of ``backend``."""
+        """Make the group of the processes that the handles name, in the place of ``backend``; ``own``: its handle."""
         return self.made.request.repairs.reconfigure(backend, uuid, own, handles, is_ordered, timeout)
 
     def describe(self, link: tuple[float, float] | None) -> str:
-        """The description of the group in traces; ``link``: the measured costs of the link between hosts."""
+        """The description of the group in traces, as JSON.
+
+        ``link``: seconds for a message and for a byte between the hosts, if C++ has measured them.
+        """
         made = self.made
         if self.multi_host and link:
             self.multi_host.use(link_costs.measured(made.hosts, *link))
-        known = self.multi_host.costs if self.multi_host else CALIBRATION.read(warn=False) or link_costs.ASSUMED
+        levels = self.multi_host.costs if self.multi_host else CALIBRATION.read(warn=False) or link_costs.ASSUMED
         group = {"name": self.name, "counter": NAME, "token": made.attempt, "rank": made.request.rank}
-        costs = {"levels": known, "one_shot_bytes": self.one_shot_bytes}
+        costs = {"levels": levels, "one_shot_bytes": self.one_shot_bytes}
         return json.dumps({**group, "ranks": self.ranks, "hosts": made.hosts, **costs})

@@ -1,9 +1,8 @@
-"""Groups on several hosts: the choice of a schedule for each collective, and the program of one rank.
+"""Groups on several hosts: the choice of a schedule for each collective, and one rank's part of it for C++.
 
-The schedules of a topology number the ranks host by host; see ``schedules/host_order.py``.
-
-The choice is the schedule that is recommended for the topology: the lowest cost or nearly so, at the costs of
-``link_costs.py``.
+The choice is the schedule that ``schedules/recommend.py`` recommends for the topology (hosts, links, cores): it takes
+the least time or nearly so, at the costs of ``link_costs.py``. Schedules number the ranks host by host, while a group
+may number them in any order: ``HostOrder`` translates.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..schedules import Schedule
 from ..schedules.contract import ROOTED
@@ -25,24 +24,37 @@ from ..schedules.trust import evaluated
 
 __all__: list[str] = []
 
-_Choice = tuple[str, tuple[tuple[str, Any], ...], int]  # an algorithm, its parameters, and the number of segments
-_DIRECT: _Choice = ("direct", (), 1)
-_PAIRWISE: _Choice = ("pairwise", (), 1)
 
-# For all_to_all: if more ranks of other hosts send large blocks to a host at the same time, the link drops packets, and
-# TCP waits 200 ms before it sends them again. In a pairwise exchange each rank has one sender at a time. From
-# _VERY_LARGE on, TCP notices a dropped packet earlier, by the packets that follow it, and more streams are no problem.
+class _Choice(NamedTuple):
+    """An algorithm, with its parameters and the number of segments of a message."""
+
+    algorithm: str
+    parameters: tuple[tuple[str, Any], ...] = ()
+    segments: int = 1
+
+
+_DIRECT = _Choice("direct")  # sends all blocks at once
+_PAIRWISE = _Choice("pairwise")  # sends one block at a time, so that each rank has one sender at a time
+
+# For all_to_all: if _MOST_STREAMS or more messages of _LARGE bytes are on the link of a host at the same time, it drops
+# packets, and TCP waits 200 ms before it sends them again. From _VERY_LARGE on, TCP detects a dropped packet earlier,
+# by the packets that follow it, so _MOST_STREAMS messages are no problem there, but more are.
 _MOST_STREAMS, _LARGE, _VERY_LARGE = 4, 1 << 19, 1 << 22
-_UNEVEN_RANGES = ((0, _LARGE), (_LARGE, _VERY_LARGE), (_VERY_LARGE, 1 << 63))
+_UNEVEN_RANGES = ((0, _LARGE), (_LARGE, _VERY_LARGE), (_VERY_LARGE, 1 << 63))  # of bytes, with one schedule each
 
 
 class MultiHostSchedules:
-    """The schedules of one group, for one of its ranks. The backend calls ``choose``."""
+    """The schedules of one group, for one of its ranks. C++ calls ``choose`` when a call first has a size."""
 
     def __init__(
         self, names: Sequence[str], rank: int, costs: Mapping[str, Any], check: Callable[[Schedule], None]
     ) -> None:
-        """``names`` are the hosts by rank. ``check`` raises for an incorrect schedule."""
+        """Args:
+        names: the host of each rank.
+        rank: this rank.
+        costs: of messages and bytes, see :func:`use`.
+        check: raises for an incorrect schedule.
+        """
         self.order = HostOrder.of(names)
         self.rank = rank
         self._check = check
@@ -50,64 +62,66 @@ class MultiHostSchedules:
         version()  # loads the algorithms, so that the first call need not
 
     def use(self, costs: Mapping[str, Any]) -> None:
-        """Choose by these costs from now on. All ranks of the group must do so between the same two calls."""
+        """Choose by these costs from now on. All ranks of the group must call this between the same two collectives."""
         self.costs = costs
         self.topology = Topology.measured(self.order.hosts, costs)
 
     def choose(self, collective: str, nbytes: int, root: int, is_even: bool = True) -> RankSchedule:
-        """Return the schedule that is recommended for sizes between the powers of two around ``nbytes``.
+        """Return this rank's part of the recommended schedule; it states for which range of sizes it is valid.
 
-        If not ``is_even``, the blocks differ in length, and no rank knows the lengths of blocks between two others: the
-        schedule then sends each block straight to its receiver. ``nbytes`` counts this rank's bytes alone, so ranks may
-        follow different schedules, which send the same messages.
+        Args:
+            collective: the name of the collective.
+            nbytes: the size of the data. The range is from the power of two below it to the power of two above it.
+            root: the root as a rank of the group; without meaning if the collective has none.
+            is_even: False: the blocks differ in length, and no rank knows the lengths of blocks between two others. The
+                schedule then sends each block straight to its receiver. ``nbytes`` counts this rank's bytes alone, so
+                ranks may follow different schedules, which send the same messages.
         """
-        low = _octave(nbytes)
+        # 1. The algorithm, for sizes from ``low`` to ``high``.
+        low = 0 if nbytes < 2 else 1 << (nbytes.bit_length() - 1)
         high = max(2 * low, 2)
         if is_even:
             choice, is_slower = _recommended(collective, low, self.topology, version())
         else:
             is_slower = False
-            low, high = next(each for each in _UNEVEN_RANGES if nbytes < each[1])
+            low, high = next(sizes for sizes in _UNEVEN_RANGES if nbytes < sizes[1])
             choice = _straight(collective, self.topology, low)
-        found = self._compiled(collective, choice, low, high, root)
-        if found is None:  # an algorithm that a user has registered is right for root 0, and wrong for this root
+        # 2. Its schedule. An algorithm that a user has registered may be right for root 0, and wrong for this root.
+        schedule = self._compiled(collective, choice, low, high, root)
+        if schedule is None:
             choice = _recommended(collective, low, self.topology, version(), only_built_in=True)[0]
-            found = self._compiled(collective, choice, low, high, root)
-        assert found is not None
-        return replace(found, is_slower_than_piggyback=is_slower)
+            schedule = self._compiled(collective, choice, low, high, root)
+        assert schedule is not None
+        return replace(schedule, is_slower_than_piggyback=is_slower)
 
     def _compiled(self, collective: str, choice: _Choice, low: int, high: int, root: int) -> RankSchedule | None:
-        """Return a choice for a root; None if a user has registered its algorithm and it is wrong."""
-        algorithm, parameters, segments = choice
-        given = {"root": self.order.rank_at.index(root)} if collective in ROOTED else {}
+        """Return this rank's part of the schedule for a root; None if a user has registered it and it is wrong."""
+        root_parameter = {"root": self.order.rank_at.index(root)} if collective in ROOTED else {}
 
         def compiled(schedule: Schedule) -> RankSchedule:
             self._check(schedule)
-            return RankSchedule.of(self.order.renumbered(schedule), self.rank, _short(schedule), segments, low, high)
+            renumbered = self.order.renumbered(schedule)
+            return RankSchedule.of(renumbered, self.rank, _short_name(schedule), choice.segments, low, high)
 
-        return evaluated(compiled, collective, algorithm, self.topology.size, **dict(parameters), **given)
-
-
-def _octave(nbytes: int) -> int:
-    """The largest power of two up to ``nbytes``; 0 for less than two bytes."""
-    return 0 if nbytes < 2 else 1 << (nbytes.bit_length() - 1)
+        parameters = {**dict(choice.parameters), **root_parameter}
+        return evaluated(compiled, collective, choice.algorithm, self.topology.size, **parameters)
 
 
 @functools.lru_cache(maxsize=1024)
 def _recommended(
     collective: str, low: int, topology: Topology, _version: int, only_built_in: bool = False
 ) -> tuple[_Choice, bool]:
-    """The algorithm, its parameters and the number of segments for sizes from ``low``, a power of two, to 2 * ``low``.
+    """The choice for sizes from ``low``, a power of two, to 2 * ``low``, and whether it is slower than the piggyback.
 
-    The second result is whether the schedule takes longer than the data adds to the agreement. The choice does not
-    depend on the root. All groups of the process with the same hosts and cost figures share it.
+    The piggyback sends the data with the agreement on the call. The choice does not depend on the root. All groups of
+    the process with the same hosts and cost figures share it, until an algorithm is registered: ``_version`` counts.
     """
     nbytes = max(low * 1.5, 1)
-    found = recommend(collective, nbytes, topology, only_built_in=only_built_in).candidates
-    best = found[0]
-    choice: _Choice = (best.schedule.algorithm, best.schedule.parameters, best.segments)
-    if collective in EXCHANGES:
-        direct = next((each for each in found if each.name == "direct"), best)
+    candidates = recommend(collective, nbytes, topology, only_built_in=only_built_in).candidates
+    best = candidates[0]
+    choice = _Choice(best.schedule.algorithm, best.schedule.parameters, best.segments)
+    if collective in EXCHANGES:  # direct messages, unless another schedule is much faster
+        direct = next((candidate for candidate in candidates if candidate.name == "direct"), best)
         if best.seconds >= MUCH_SHORTER * direct.seconds:
             choice, best = _straight(collective, topology, low), direct
     return choice, best.seconds > added_seconds(collective, nbytes, topology)
@@ -124,7 +138,7 @@ def _is_crowded(topology: Topology, nbytes: int) -> bool:
     return streams >= _MOST_STREAMS if _LARGE <= nbytes < _VERY_LARGE else streams > _MOST_STREAMS and nbytes >= _LARGE
 
 
-def _short(schedule: Schedule) -> str:
-    """Return a name for the call header, which is limited to 47 characters."""
+def _short_name(schedule: Schedule) -> str:
+    """Return a name for the description of a call that C++ compares, which has room for 47 characters."""
     values = [str(value) for key, value in schedule.parameters if key != "hosts"]
     return f"{schedule.algorithm}({', '.join(values)})" if values else schedule.algorithm

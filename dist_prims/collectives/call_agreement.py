@@ -60,8 +60,9 @@ class Header:
 
     @staticmethod
     def unpack(data: bytes) -> Header:
-        fields: list[Any] = list(_LAYOUT.unpack(data))
-        return Header(*(f.rstrip(b"\0").decode(errors="replace") if isinstance(f, bytes) else f for f in fields))
+        values = _LAYOUT.unpack(data)
+        fields: list[Any] = [v.rstrip(b"\0").decode(errors="replace") if isinstance(v, bytes) else v for v in values]
+        return Header(*fields)
 
     def __str__(self) -> str:
         words = [self.op, self.dtype, f"{self.count} elements", f"algorithm {self.algorithm}"]
