@@ -1,15 +1,12 @@
 #include "transport.h"
 
 #include <poll.h>
-#include <sys/eventfd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <csignal>
 #include <system_error>
 #include <utility>
 
-#include "../common/thread.h"
+#include "lane_request.h"
 
 namespace dist_prims {
 namespace {
@@ -19,54 +16,21 @@ using namespace std::chrono_literals;
 constexpr auto kTimeToGreet = 30s;
 constexpr auto kTimeToLeave = 1s;  // passes only where a peer does not read
 constexpr std::size_t kMaxNewcomers = 1024;
-// How often the thread looks whether other threads still wait for the data lane: at first, and at most.
-constexpr std::chrono::milliseconds kFirstLook = 2ms, kLastLook = 64ms;
 constexpr std::chrono::milliseconds kNoLimit{-1}, kRetry = 1s;
 
 }  // namespace
 
-// A message of this transport as a request of it.
-class TcpTransport::Handled : public TransportRequest {
-public:
-    Handled(TcpTransport& transport, TcpLane& lane, TcpMessagePtr message)
-        : transport_(transport), lane_(lane), message_(std::move(message)) {}
-    ~Handled() override { lane_.release(message_); }
-
-    bool wait(std::chrono::milliseconds limit) override {
-        const TcpLane::WaitResult result = lane_.wait(*message_, limit);
-        if (result == TcpLane::WaitResult::kLate) {
-            const std::string reason = "the time limit of a message has passed";
-            transport_.close(reason);
-            throw TransportError(reason);
-        }
-        return result == TcpLane::WaitResult::kDone;
-    }
-    bool is_done() override { return lane_.is_done(*message_); }
-    void abort() override { lane_.abort(*message_); }
-    int source() override { return lane_.source(*message_); }
-
-private:
-    TcpTransport& transport_;
-    TcpLane& lane_;
-    const TcpMessagePtr message_;
-};
-
-TcpTransport::TcpTransport(TcpEndpoint endpoint, int rank, std::function<void()> on_close, TcpLane::OnGone on_gone)
+TcpTransport::TcpTransport(TcpEndpoint endpoint, int rank, OnClose on_close, TcpLane::OnGone on_gone)
     : endpoint_(std::move(endpoint)),
       rank_(rank),
       on_close_(std::move(on_close)),
       data_([this](int peer) { return connect(peer, kData); }, endpoint_.polls),
-      control_([this](int peer) { return connect(peer, kControl); }, false, std::move(on_gone)),
-      wake_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
-    if (wake_.descriptor() < 0) throw std::system_error(errno, std::generic_category(), "eventfd()");
-    thread_ =
-        start_thread("rank " + std::to_string(rank) + ": the thread of the transport over TCP", [this] { run(); });
+      control_([this](int peer) { return connect(peer, kControl); }, false, std::move(on_gone)) {
+    mover_.start("rank " + std::to_string(rank) + ": the thread of the transport over TCP", [this] { run(); });
 }
 
 TcpTransport::~TcpTransport() {
-    is_stopping_ = true;
-    ::eventfd_write(wake_.descriptor(), 1);
-    thread_.join();
+    mover_.stop();
 }
 
 OutgoingConnection TcpTransport::connect(int peer, LaneKind kind) const {
@@ -78,7 +42,7 @@ Transport::Handle TcpTransport::send(int to, int tag, const std::byte* data, std
     const auto message = std::make_shared<TcpMessage>(TcpMessage{true, to, tag, place, bytes, std::move(owner)});
     TcpLane& lane = lane_of(tag);
     lane.send(message);
-    return std::make_unique<Handled>(*this, lane, message);
+    return std::make_unique<LaneRequest<TcpLane, TcpMessagePtr>>(*this, lane, message);
 }
 
 Transport::Handle TcpTransport::receive(int from, int tag, std::byte* data, std::size_t bytes, Owner owner) {
@@ -98,13 +62,13 @@ Transport::Handle TcpTransport::post(TcpMessage receive) {
     const auto message = std::make_shared<TcpMessage>(std::move(receive));
     TcpLane& lane = lane_of(message->tag);
     lane.receive(message);
-    return std::make_unique<Handled>(*this, lane, message);
+    return std::make_unique<LaneRequest<TcpLane, TcpMessagePtr>>(*this, lane, message);
 }
 
 void TcpTransport::close(const std::string& reason) {
     data_.close(reason);
     control_.close(reason);
-    if (on_close_) on_close_();
+    if (on_close_) on_close_(reason);
 }
 
 int TcpTransport::dead_rank() {
@@ -127,36 +91,26 @@ void TcpTransport::leave() {
 }
 
 void TcpTransport::move_in_background() {
-    if (!data_.is_loaded() || is_asked_to_move_.exchange(true)) return;
-    ::eventfd_write(wake_.descriptor(), 1);
+    if (data_.is_loaded()) mover_.ask();
 }
 
 void TcpTransport::run() {
-    sigset_t all;
-    ::sigfillset(&all);
-    ::pthread_sigmask(SIG_BLOCK, &all, nullptr);  // signals are for the threads of the program
-    bool has_data = true;                         // this thread moves the messages of the data lane
-    std::uint64_t waits = 0;
-    eventfd_t count = 0;
-    for (std::chrono::milliseconds look = kFirstLook; !is_stopping_;) {
-        std::vector<pollfd> watched{{wake_.descriptor(), POLLIN, 0},
+    while (!mover_.is_stopping()) {
+        const bool has_data = mover_.moves();  // this thread moves the messages of the data lane
+        std::vector<pollfd> watched{{mover_.descriptor(), POLLIN, 0},
                                     {may_accept_ ? endpoint_.listening.descriptor() : -1, POLLIN, 0},
                                     {control_.descriptor(), POLLIN, 0},
                                     {has_data ? data_.descriptor() : -1, POLLIN, 0}};
         for (const Newcomer& each : newcomers_) watched.push_back({each.socket.descriptor(), POLLIN, 0});
-        auto sleep = has_data ? kNoLimit : look;
+        auto sleep = has_data ? kNoLimit : mover_.until_look();
         if (has_data && !(newcomers_.empty() && may_accept_)) sleep = kRetry;
         ::poll(watched.data(), watched.size(), static_cast<int>(sleep.count()));
-        if (is_stopping_) return;
-        if (watched[0].revents) ::eventfd_read(wake_.descriptor(), &count);
+        if (mover_.is_stopping()) return;
         if (watched[1].revents || !may_accept_) accept();
         if (watched[2].revents) control_.progress();
         if (!newcomers_.empty()) read_greetings();
-        const bool is_asked = is_asked_to_move_.exchange(false);
-        const bool is_idle = data_.is_idle_since(waits) || is_asked;
-        if (has_data && is_idle && watched[3].revents) data_.progress();
-        look = std::exchange(has_data, is_idle) == is_idle ? std::min<std::chrono::milliseconds>(2 * look, kLastLook)
-                                                           : kFirstLook;
+        mover_.look(data_, watched[0].revents != 0);
+        if (has_data && mover_.moves() && watched[3].revents) data_.progress();
     }
 }
 

@@ -18,11 +18,11 @@
 #include <functional>
 #include <list>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "../net/tags.h"
 #include "../net/transport.h"
+#include "background_mover.h"
 #include "greeting.h"
 #include "lane.h"
 
@@ -41,11 +41,12 @@ class TcpTransport : public Transport {
 public:
     static constexpr int kLargestTag = 0x7fffffff;
 
+    using OnClose = std::function<void(const std::string& reason)>;
+
     // `on_close` is called when the transport has closed all its connections because a time limit has passed. `on_gone`
     // is called by any thread, once or twice, when the connection to or from a rank has ended on the control lane; it
     // must not call the transport.
-    TcpTransport(TcpEndpoint endpoint, int rank, std::function<void()> on_close = nullptr,
-                 TcpLane::OnGone on_gone = nullptr);
+    TcpTransport(TcpEndpoint endpoint, int rank, OnClose on_close = nullptr, TcpLane::OnGone on_gone = nullptr);
     ~TcpTransport() override;
     TcpTransport(const TcpTransport&) = delete;
 
@@ -68,7 +69,6 @@ public:
 
 private:
     enum LaneKind { kData, kControl, kLanes };
-    class Handled;
     // A connection whose greeting has not come yet.
     struct Newcomer {
         Socket socket;
@@ -88,16 +88,14 @@ private:
     const Tags tags_{kLargestTag};
     const TcpEndpoint endpoint_;
     const int rank_;
-    const std::function<void()> on_close_;
+    const OnClose on_close_;
     TcpLane data_, control_;
     std::atomic<bool> is_exhausted_{false};  // no descriptor was left for a connection, twice
 
-    std::list<Newcomer> newcomers_;  // this and what follows is the thread's
+    std::list<Newcomer> newcomers_;  // this and the next two belong to the thread
     bool may_accept_ = true;
     TcpLane::Clock::time_point refuses_since_{};
-    const Socket wake_;  // an eventfd: look at the two below
-    std::atomic<bool> is_stopping_{false}, is_asked_to_move_{false};
-    std::thread thread_;
+    BackgroundMover mover_;
 };
 
 }  // namespace dist_prims

@@ -1,49 +1,13 @@
 #include "transport.h"
 
 #include <poll.h>
-#include <sys/eventfd.h>
 
-#include <algorithm>
-#include <cerrno>
-#include <csignal>
-#include <system_error>
+#include <string>
 #include <utility>
 
-#include "../common/thread.h"
+#include "../tcp/lane_request.h"
 
 namespace dist_prims::ucx {
-namespace {
-
-using namespace std::chrono_literals;
-
-// How often the thread looks whether other threads still wait: at first, and at most.
-constexpr std::chrono::milliseconds kFirstLook = 2ms, kLastLook = 64ms;
-constexpr const char* kLate = "the time limit of a message has passed";
-
-}  // namespace
-
-// A message of this transport as a request of it.
-class UcxTransport::Handled : public TransportRequest {
-public:
-    Handled(UcxTransport& transport, MessagePtr message) : transport_(transport), message_(std::move(message)) {}
-    ~Handled() override { transport_.lane_.release(message_); }
-
-    bool wait(std::chrono::milliseconds limit) override {
-        const Lane::WaitResult result = transport_.lane_.wait(*message_, limit);
-        if (result == Lane::WaitResult::kLate) {
-            transport_.control_.close(kLate);  // which closes the lane
-            throw TransportError(kLate);
-        }
-        return result == Lane::WaitResult::kDone;
-    }
-    bool is_done() override { return transport_.lane_.is_done(*message_); }
-    void abort() override { transport_.lane_.abort(*message_); }
-    int source() override { return transport_.lane_.source(*message_); }
-
-private:
-    UcxTransport& transport_;
-    const MessagePtr message_;
-};
 
 UcxTransport::UcxTransport(std::unique_ptr<Worker> worker, Connections connections)
     : tags_(TcpTransport::kLargestTag),
@@ -51,12 +15,10 @@ UcxTransport::UcxTransport(std::unique_ptr<Worker> worker, Connections connectio
       lane_(std::move(worker), std::move(connections.addresses), connections.rank, connections.tcp.key,
             connections.tcp.polls),
       control_(
-          std::move(connections.tcp), connections.rank, [this] { lane_.close(kLate); },
-          [this](int peer, const Failure& failure) { lane_.on_gone(peer, failure); }),
-      wake_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
-    if (wake_.descriptor() < 0) throw std::system_error(errno, std::generic_category(), "eventfd()");
-    thread_ = start_thread("rank " + std::to_string(connections.rank) + ": the thread of the transport over UCX",
-                           [this] { run(); });
+          std::move(connections.tcp), connections.rank, [this](const std::string& reason) { lane_.close(reason); },
+          [this](int peer, const Failure& failure) { lane_.on_gone(peer, failure); }) {
+    mover_.start("rank " + std::to_string(connections.rank) + ": the thread of the transport over UCX",
+                 [this] { run(); });
 }
 
 UcxTransport::~UcxTransport() {
@@ -64,9 +26,7 @@ UcxTransport::~UcxTransport() {
 }
 
 void UcxTransport::stop() {
-    if (is_stopping_.exchange(true)) return;
-    ::eventfd_write(wake_.descriptor(), 1);
-    thread_.join();
+    mover_.stop();
     lane_.close("the transport has been closed");
 }
 
@@ -82,7 +42,7 @@ Transport::Handle UcxTransport::send(int to, int tag, const std::byte* data, std
     auto* const place = const_cast<std::byte*>(data);  // a send only reads it
     const auto message = std::make_shared<Message>(Message{&lane_, true, to, tag, place, bytes, std::move(owner)});
     lane_.send(message);
-    return std::make_unique<Handled>(*this, message);
+    return std::make_unique<LaneRequest<Lane, MessagePtr>>(control_, lane_, message);
 }
 
 Transport::Handle UcxTransport::receive(int from, int tag, std::byte* data, std::size_t bytes, Owner owner) {
@@ -91,7 +51,7 @@ Transport::Handle UcxTransport::receive(int from, int tag, std::byte* data, std:
     const auto message = std::make_shared<Message>(
         Message{&lane_, false, from, tag, data, bytes, std::move(owner), tags_.is_agreement(tag)});
     lane_.receive(message);
-    return std::make_unique<Handled>(*this, message);
+    return std::make_unique<LaneRequest<Lane, MessagePtr>>(control_, lane_, message);
 }
 
 Transport::Handle UcxTransport::receive_from_any(int tag, std::byte* data, std::size_t bytes, Owner owner,
@@ -99,7 +59,7 @@ Transport::Handle UcxTransport::receive_from_any(int tag, std::byte* data, std::
     const auto message = std::make_shared<Message>(Message{&lane_, false, kAnyone, tag, data, bytes, std::move(owner)});
     message->claim = claim;
     lane_.receive(message);
-    return std::make_unique<Handled>(*this, message);
+    return std::make_unique<LaneRequest<Lane, MessagePtr>>(control_, lane_, message);
 }
 
 void UcxTransport::leave() {
@@ -108,27 +68,19 @@ void UcxTransport::leave() {
 }
 
 void UcxTransport::move_in_background() {
-    if (!lane_.is_loaded() || is_asked_to_move_.exchange(true)) return;
-    ::eventfd_write(wake_.descriptor(), 1);
+    if (lane_.is_loaded()) mover_.ask();
 }
 
 void UcxTransport::run() {
-    sigset_t all;
-    ::sigfillset(&all);
-    ::pthread_sigmask(SIG_BLOCK, &all, nullptr);  // signals are for the threads of the program
-    bool moves = true;                            // this thread, rather than one that waits
-    std::uint64_t waits = 0;
-    eventfd_t count = 0;
-    for (std::chrono::milliseconds look = kFirstLook; !is_stopping_;) {
+    while (!mover_.is_stopping()) {
+        const bool moves = mover_.moves();
         const bool is_quiet = !moves || lane_.progress();
-        pollfd watched[] = {{wake_.descriptor(), POLLIN, 0}, {moves ? lane_.descriptor() : -1, POLLIN, 0}};
-        const auto sleep = !is_quiet ? 0ms : moves ? lane_.longest_sleep() : look;
+        pollfd watched[] = {{mover_.descriptor(), POLLIN, 0}, {moves ? lane_.descriptor() : -1, POLLIN, 0}};
+        const auto sleep = !is_quiet ? std::chrono::milliseconds(0)
+                           : moves   ? lane_.longest_sleep()
+                                     : mover_.until_look();
         ::poll(watched, std::size(watched), static_cast<int>(sleep.count()));
-        if (watched[0].revents) ::eventfd_read(wake_.descriptor(), &count);
-        const bool is_asked = is_asked_to_move_.exchange(false);
-        const bool is_idle = lane_.is_idle_since(waits) || is_asked;
-        look = std::exchange(moves, is_idle) == is_idle ? std::min<std::chrono::milliseconds>(2 * look, kLastLook)
-                                                        : kFirstLook;
+        mover_.look(lane_, watched[0].revents != 0);
     }
 }
 

@@ -7,7 +7,6 @@
 
 #include <atomic>
 #include <memory>
-#include <thread>
 #include <vector>
 
 #include "../net/tags.h"
@@ -37,8 +36,6 @@ public:
     void stop();
 
 private:
-    class Handled;
-
     void watch(int peer);
     void run();
 
@@ -47,9 +44,7 @@ private:
     Lane lane_;
     TcpTransport control_;  // its thread calls the lane
 
-    const Socket wake_;  // an eventfd: look at the two below
-    std::atomic<bool> is_stopping_{false}, is_asked_to_move_{false};
-    std::thread thread_;  // moves messages while no other thread waits for any
+    BackgroundMover mover_;
 };
 
 }  // namespace dist_prims::ucx
