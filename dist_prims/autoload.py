@@ -11,7 +11,6 @@ name. So both entry points exist, and the second call does nothing.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from typing import Any
@@ -84,16 +83,10 @@ def default_backend(announces: bool = True) -> str:
 def _create(options: Any, given: Any) -> Any:
     from .backend.create import make
     from .backend.origin import Repairs
+    from .repair import reconfigure_handle, reconfigured_backend, shrink_backend  # they must need no descriptor later
 
     stand_in.warn_of_ignite()
-    functions = ("shrink_backend", "reconfigure_handle", "reconfigured_backend")
-    return make(options, given, Repairs(*(functools.partial(_call_repair, name) for name in functions)))
-
-
-def _call_repair(name: str, *arguments: Any) -> Any:
-    from . import repair  # few groups are repaired
-
-    return getattr(repair, name)(*arguments)
+    return make(options, given, Repairs(shrink_backend, reconfigure_handle, reconfigured_backend))
 
 
 def _register_rendezvous_handlers() -> None:

@@ -26,10 +26,13 @@ def until(done: Callable[[], object], deadline: float, awaited: str) -> None:
         interval = min(2 * interval, _LONGEST_INTERVAL)  # the wait takes at most twice as long as needed
 
 
-def call_in_thread(call: Callable[[], T], seconds: float, discard: Callable[[T], object]) -> T:
+def call_in_thread(
+    call: Callable[[], T], seconds: float, discard: Callable[[T], object], check: Callable[[], object] = lambda: None
+) -> T:
     """Call on a thread of its own, and return the result; after so many seconds raise a TimeoutError.
 
-    The call then continues, and its result is given to ``discard``. This thread handles signals meanwhile.
+    The call then continues, and its result is given to ``discard``. This thread handles signals meanwhile, and calls
+    ``check`` at intervals, which may raise as well.
 
     >>> call_in_thread(lambda: 1 + 1, 10, discard=print)
     2
@@ -49,7 +52,18 @@ def call_in_thread(call: Callable[[], T], seconds: float, discard: Callable[[T],
                 return results.append(result)
         discard(result)
 
-    start_thread("call", run).join(seconds)
+    thread, deadline = start_thread("call", run), time.monotonic() + seconds
+    try:
+        while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+            thread.join(min(left, _LONGEST_INTERVAL))
+            if thread.is_alive():
+                check()
+    except BaseException:
+        with guard:
+            is_late = True
+        for result in results:
+            discard(result)
+        raise
     with guard:
         is_late = not (results or failures)
     if failures:

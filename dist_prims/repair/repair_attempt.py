@@ -27,7 +27,21 @@ from ..torch_compat import default_group
 from .process_probe import ProcessProbe
 from .quorum import Acceptor, NoMajorityError, QuorumRegisters, Server
 from .registers import Registers, SharedRegisters
-from .survivors import Announce, Decide, Discard, GaveUp, LeftOut, Look, MadeBefore, Make, Record, Request, Serve, View
+from .survivors import (
+    Announce,
+    Decide,
+    Discard,
+    GaveUp,
+    LeftOut,
+    Look,
+    MadeBefore,
+    Make,
+    Record,
+    Request,
+    Serve,
+    View,
+    outcome_key,
+)
 
 __all__: list[str] = []
 
@@ -273,12 +287,19 @@ class RepairAttempt:
             return make_group(new, ended), store
 
         try:
-            self.backend, self.store = call_in_thread(make, limit, discard=lambda made: made[0].abort())
+            self.backend, self.store = call_in_thread(make, limit, lambda made: made[0].abort(), self._check_outcome)
         except (OSError, RuntimeError, ValueError) as error:  # also CommError
             self._note_failure(error)
             return False
         self.backend.set_timeout(timeout)
         return True
+
+    def _check_outcome(self) -> None:
+        """Raise RuntimeError if another member could not make the group: this rank would wait for it until the timeout,
+        while the other one makes the next call."""
+        with contextlib.suppress(NoMajorityError):
+            if outcome_key(self._round) in self._registers.read()[1]:
+                raise RuntimeError("another rank could not make it")
 
 
 def _lacks_descriptors() -> bool:

@@ -210,9 +210,14 @@ def without_cut_links(ranks: Sequence[int], cut: Iterable[tuple[int, int]], host
     return left
 
 
+def outcome_key(number: int) -> str:
+    """Return the key of the decision whether all members of a round have made the group."""
+    return f"outcome/{number}"
+
+
 def make_together(rank: int, number: int, members: tuple[int, ...]) -> Generator[Request, Any, bool]:
     """Make a group with these members, and return whether all of them have made it."""
-    key = f"outcome/{number}"
+    key = outcome_key(number)
     own = Record(number)
     has_made = False
     if rank == members[0]:
@@ -252,7 +257,7 @@ def prevent(number: int) -> Generator[Request, Any, None]:
     For a rank whose call of :func:`make_together` has raised. Without this it would form a second group with the
     survivors of the old one.
     """
-    decided: str = yield Decide(f"outcome/{number}", FAILED)
+    decided: str = yield Decide(outcome_key(number), FAILED)
     if decided == MADE:
         raise MadeBefore
 

@@ -6,6 +6,8 @@ import itertools
 import os
 import resource
 import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from launching import clean
 from ranks import span
 from survivors import join_at_rank_0, run_ranks
 
@@ -127,3 +130,27 @@ def test_none_is_left_to_shrink_a_group() -> None:
         return dist.get_world_size()
 
     assert span("a b c", body) == [3, 3, 3]
+
+
+FIRST_REPAIR = """
+import os, resource
+import torch.distributed as dist
+import dist_prims
+
+dist.init_process_group("dist_prims", store=dist.HashStore(), rank=0, world_size=1)
+first_free = os.dup(0)
+os.close(first_free)
+resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+try:
+    dist_prims.shrink()
+except dist_prims.CommError as error:
+    print(error)
+"""
+
+
+def test_none_is_left_for_the_first_repair_of_a_process() -> None:
+    """The import of the modules for a repair raised an OSError. They are imported with the first group."""
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_REPAIR], timeout=60, capture_output=True, text=True, check=False, env=clean()
+    )
+    assert "rank 0: this process has no file descriptor left to repair the group" in done.stdout, done.stderr

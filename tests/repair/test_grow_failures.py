@@ -7,7 +7,9 @@ import os
 import secrets
 import signal
 import sys
+import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from dist_prims.errors import CommError, LeftOutError
 from dist_prims.repair.grow import _meeting
 from dist_prims.repair.quorum import NoMajorityError
 from dist_prims.repair.survivors import Announce, Make
+from tests.backend.test_descriptors import take_all_but
 from tests.repair.test_grow import grow_to
 from tests.repair.test_shrink import LIMIT, all_reduce_until_failure, die, total, wait_until
 
@@ -106,6 +109,39 @@ def test_a_running_rank_dies_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
         return total()
 
     assert run_ranks(body, 4, tmp_path, join=False) == [3, -signal.SIGKILL, 3, 3]
+
+
+def die_when(file: Path) -> None:
+    wait_until(file.exists)
+    die()
+
+
+def test_a_running_rank_without_descriptors_cannot_make_the_group(tmp_path: Path) -> None:
+    """The others waited for it in grow() until the timeout, while it made the next call, which timed out and named one
+    of them as late."""
+    place = f"file://{tmp_path}/place"
+
+    def body(rank: int) -> Any:
+        if rank == 3:
+            threading.Thread(target=die_when, args=(tmp_path / "end",)).start()
+            dist_prims.join(place, timeout=LIMIT)
+        join_at_rank_0(rank, 3, tmp_path)
+        group = dist.group.WORLD
+        meeting = _meeting(place, time.monotonic() + LIMIT) if rank == 0 else None
+        if meeting:
+            wait_until(lambda: meeting.add("waiting", 0) == 1)
+        dist.barrier()
+        taken = take_all_but(0) if rank == 1 else []
+        assert dist_prims.grow(place, timeout=LIMIT) is group
+        if rank == 1:
+            group.set_timeout(timedelta(seconds=10))
+        assert total() == 3
+        for each in taken:
+            os.close(each)
+        (tmp_path / "end").touch()
+        return total()
+
+    assert run_ranks(body, 4, tmp_path, join=False) == [3, 3, 3, -signal.SIGKILL]
 
 
 def grow_until_failure(place: str) -> None:
