@@ -1,7 +1,7 @@
 """A trace in the JSON format of Chrome's trace viewer, which Perfetto reads: https://ui.perfetto.dev.
 
 A rank is a process of the viewer, a thread is a row. What may overlap on one thread (messages, steps of several
-segments, buckets) is an asynchronous event with a row of its own.
+segments, buckets) is an asynchronous event with a row of its own. Times in the file are microseconds.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ def _events(trace: Trace, start: int) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
         for number in range(len(process.events)):
-            yield from _event(process, rank, number, start)
+            yield from _viewer_events(process, rank, number, start)
 
 
-def _event(process: ProcessTrace, rank: int, number: int, start: int) -> Iterator[dict[str, Any]]:
+def _viewer_events(process: ProcessTrace, rank: int, number: int, start: int) -> Iterator[dict[str, Any]]:
+    """Event ``number`` of a process for the viewer: one complete event, or the begin and end of an asynchronous one."""
     event = process.events[number]
     kind = int(event["kind"])
     begin, end = (int(event["begin"]) - start) / 1e3, (int(event["end"]) - start) / 1e3
@@ -56,6 +57,7 @@ def _event(process: ProcessTrace, rank: int, number: int, start: int) -> Iterato
 
 
 def _title(process: ProcessTrace, number: int) -> str:
+    """What the viewer writes into the bar of an event, such as "send to rank 1"."""
     event, name = process.events[number], process.name_of(number)
     kind, peer = int(event["kind"]), int(event["peer"])
     group = process.group_of(number)
@@ -72,12 +74,13 @@ def _title(process: ProcessTrace, number: int) -> str:
 
 
 def _arguments(process: ProcessTrace, number: int) -> dict[str, Any]:
+    """What the viewer shows of a selected event."""
     event, group = process.events[number], process.group_of(number)
-    found: dict[str, Any] = {"bytes": int(event["bytes"]), "call": int(event["sequence"])}
+    arguments: dict[str, Any] = {"bytes": int(event["bytes"]), "call": int(event["sequence"])}
     if group:
-        found["group"] = group.name
+        arguments["group"] = group.name
     if event["step"] >= 0:
-        found["step"] = int(event["step"])
+        arguments["step"] = int(event["step"])
     if event["failed"]:
-        found["failed"] = True
-    return found
+        arguments["failed"] = True
+    return arguments

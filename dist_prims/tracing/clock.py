@@ -1,14 +1,15 @@
 """Offsets between the monotonic clocks of hosts, measured while a trace is active.
 
-The rank 0 of a group answers requests over UDP with its time. Every rank with another clock sends some requests at the
-begin, at intervals, and at the end; the request with the least round trip counts::
+Rank 0 of a group answers requests over UDP with its time. Every rank with another clock sends 16 requests at the
+beginning of its trace, at intervals, and at the end; of these 16 the request with the shortest round trip counts::
 
     rank 1   sends at t1                               receives at t4
     rank 0               receives at t2, sends at t3                     offset = ((t2 - t1) + (t3 - t4)) / 2
 
-The offset is wrong by half of the round trip at most, if the clocks run equally fast meanwhile. All of this happens on
-a thread: no rank waits for another one, and without answers the trace says that the offset was not measured. Ranks of
-one clock (see ``recorder.clock_domain``) send nothing.
+The error of the offset is at most half of the round trip, if the clocks run equally fast meanwhile. The requests and
+the answers have a thread of their own: no rank waits for another one, and without answers the trace says that the
+offset was not measured. Ranks of one clock (see ``recorder.clock_domain``) send nothing. Times are nanoseconds, unless
+a comment says otherwise.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import struct
 import threading
 import time
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..threads import start_thread
 from . import format as fmt
@@ -38,12 +39,12 @@ _INTERVALS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)  # seconds between measurements; the
 _TIME_TO_END = 2.0
 _WAKE = b"end"
 
-_group: tuple[weakref.ref[Any], int] | None = None  # a store, and the rank of this process at it
+_group: tuple[weakref.ref[Any], int] | None = None  # the store of a group, and the rank of this process in the group
 
 
 def register(store: Any, rank: int) -> None:
-    """Remember a store that this process shares with ranks of other hosts, the first one that still exists; align the
-    active trace."""
+    """Note the store that this process shares with ranks of other hosts, and measure the clock of the active trace. A
+    store that was noted earlier stays in use as long as it exists. The backend calls this when it makes a group."""
     global _group
     if _group is None or _group[0]() is None:
         _group = weakref.ref(store), rank
@@ -52,14 +53,14 @@ def register(store: Any, rank: int) -> None:
 
 
 def attach(recording: recorder.TraceRecorder) -> None:
-    """Align the clock of a trace, if this process shares a store with other ranks."""
+    """Measure the clock of a trace until it ends, if this process shares a store with other ranks."""
     store = _group[0]() if _group is not None else None
     if _group is None or store is None or recording.closers:
         return
     key = f"trace clock/{recording.number}"
     with contextlib.suppress(OSError):  # without a socket nothing is measured, and the report says so
-        made = ClockServer(store, key) if _group[1] == 0 else ClockClient(recording, store, key)
-        recording.closers.append(made.close)
+        side = ClockServer(store, key) if _group[1] == 0 else ClockClient(recording, store, key)
+        recording.closers.append(side.close)
 
 
 def _forget() -> None:
@@ -72,14 +73,17 @@ os.register_at_fork(after_in_child=_forget)
 
 
 class ClockServer:
-    """Answers the requests of other ranks on a thread."""
+    """Answers the requests of other ranks on a thread. The address of its socket is in the store, with a token: packets
+    without the token are not answered."""
 
     def __init__(self, store: Any, key: str) -> None:
+        from ..rendezvous.network import addresses  # as in _server_socket()
+
         self._token = secrets.token_bytes(16)
         self._socket = _server_socket()
         facts = {
             "domain": recorder.clock_domain(),
-            "addresses": _addresses(),
+            "addresses": [*addresses(), "127.0.0.1"],
             "port": self._socket.getsockname()[1],
             "token": self._token.hex(),
         }
@@ -111,21 +115,28 @@ class ClockServer:
         self._socket.close()
 
 
+class _Answer(NamedTuple):
+    """What one request shows; the answer with the shortest round trip is the smallest."""
+
+    round_trip: int
+    at: int  # on this rank's clock
+    offset: int  # of rank 0's clock to this rank's
+
+
 class ClockClient:
-    """Measures the offset to the clock of rank 0 on a thread, and writes it to the trace."""
+    """Measures the offset to the clock of rank 0 on a thread, and writes each measurement to the trace as a text."""
 
     def __init__(self, recording: recorder.TraceRecorder, store: Any, key: str) -> None:
         self._recording, self._key = recording, key
-        self._server: dict[str, Any] | None = None
-        self._address: Any = None
-        self._family: Any = socket.AF_INET
-        self._count = 0
+        self._server: dict[str, Any] | None = None  # what rank 0 has published; None: nothing is to be measured
+        self._target: Any = None  # the socket family and address at which rank 0 has answered
+        self._count = 0  # of the measurements
         self._closing = threading.Event()
         self._thread = start_thread("clock", self._run, store)
 
     def _run(self, store: Any) -> None:
         with contextlib.suppress(RuntimeError, ValueError, KeyError, TypeError):  # the store has ended
-            self._server = self._find(store)
+            self._server = self._wait_for_server(store)
         del store  # it may be the last reference
         if self._server is None or self._server["domain"] == recorder.clock_domain():
             self._server = None
@@ -136,48 +147,47 @@ class ClockClient:
             self._closing.wait(_INTERVALS[min(number, len(_INTERVALS) - 1)])
             number += 1
 
-    def _find(self, store: Any) -> dict[str, Any] | None:
-        """What rank 0 has published; None if it publishes nothing."""
+    def _wait_for_server(self, store: Any) -> dict[str, Any] | None:
+        """What rank 0 has published; None if it publishes nothing within a minute, or this trace ends before."""
         deadline = time.monotonic() + _TIME_TO_PUBLISH
         while time.monotonic() < deadline and not self._closing.is_set():
             if store.check([self._key]):
-                found: dict[str, Any] = json.loads(store.get(self._key))
-                return found
+                published: dict[str, Any] = json.loads(store.get(self._key))
+                return published
             self._closing.wait(0.05)
         return None
 
     def _measure(self) -> None:
         """Write the offset by the fastest of some requests; nothing without an answer."""
         assert self._server is not None
-        best: tuple[int, int, int] | None = None
+        best: _Answer | None = None
         for _ in range(_REQUESTS):
-            found = self._request()
-            if found is None:
+            answer = self._request()
+            if answer is None:
                 break
-            best = min(best or found, found)
-        if best is None:
-            return
-        self._count += 1
-        facts = {"error": best[0] // 2 + 1, "at": best[1], "offset": best[2], "reference": self._server["domain"]}
-        self._recording.text(fmt.CLOCK, self._count, json.dumps(facts))
+            best = min(best or answer, answer)
+        if best is not None:
+            self._count += 1
+            error, reference = best.round_trip // 2 + 1, self._server["domain"]
+            facts = {"error": error, "at": best.at, "offset": best.offset, "reference": reference}
+            self._recording.text(fmt.CLOCK, self._count, json.dumps(facts))
 
-    def _request(self) -> tuple[int, int, int] | None:
-        """(round trip, time, offset) of one request in nanoseconds; None without an answer."""
+    def _request(self) -> _Answer | None:
+        """Send one request, and wait for its answer; None without an answer."""
         assert self._server is not None
-        targets = [self._address] if self._address else _targets(self._server["addresses"], self._server["port"])
+        targets = [self._target] if self._target else _targets(self._server["addresses"], self._server["port"])
         token = bytes.fromhex(self._server["token"])
         for family, address in targets:
             with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as own:
                 own.settimeout(_ANSWER_TIME)
                 sent = time.monotonic_ns()
                 own.sendto(_PACKET.pack(token, sent, 0, 0), address)
-                answer = own.recv(_PACKET.size)
+                packet = own.recv(_PACKET.size)
                 now = time.monotonic_ns()
-                got, first, received, answered = _PACKET.unpack(answer)
-                if got == token and first == sent:
-                    self._address = family, address
-                    offset = ((received - sent) + (answered - now)) // 2
-                    return (now - sent) - (answered - received), (sent + now) // 2, offset
+                answer_token, t1, t2, t3 = _PACKET.unpack(packet)
+                if answer_token == token and t1 == sent:
+                    self._target = family, address
+                    return _Answer((now - t1) - (t3 - t2), (t1 + now) // 2, ((t2 - t1) + (t3 - now)) // 2)
         return None
 
     def close(self) -> None:
@@ -192,23 +202,19 @@ def _server_socket() -> socket.socket:
     from ..rendezvous.network import at_free_port  # fcntl exists on POSIX systems only, and traces are read everywhere
 
     if socket.has_dualstack_ipv6():
-        made = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
-        made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        server = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
+        server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     else:
-        made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    at_free_port(lambda port: made.bind(("", port)))
-    return made
-
-
-def _addresses() -> list[str]:
-    from ..rendezvous.network import addresses
-
-    return [*addresses(), "127.0.0.1"]
+        server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    at_free_port(lambda port: server.bind(("", port)))
+    return server
 
 
 def _targets(addresses: list[str], port: int) -> list[tuple[Any, Any]]:
-    found = []
+    """The socket family and address of each of these addresses that this host can resolve."""
+    targets = []
     for address in addresses:
         with contextlib.suppress(OSError):
-            found += [(each[0], each[4]) for each in socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[:1]]
-    return found
+            family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+            targets.append((family, target))
+    return targets

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..schedules.cost import step_seconds
+from ..schedules.host_order import HostOrder
 from ..schedules.load import Hosts, count
 from ..schedules.registry import lookup
 from ..schedules.schedule import Schedule
@@ -25,21 +26,20 @@ __all__: list[str] = []
 def predicted_steps(call: CollectiveCall, levels: Mapping[str, Any] | None = None) -> list[float] | None:
     """The predicted seconds of each step; None if the schedule or the costs of the group are not known.
 
-    A collective through the slots of shared memory has no messages, so no cost figure of a message applies to it.
+    ``levels``: the costs of messages within a host and between hosts; by default the costs that the group had. A
+    collective through the slots of shared memory has no messages, so no cost of a message applies to it.
     """
     levels = levels or call.group.facts.get("levels")
     if not call.algorithm or levels is None:
         return None
     hosts = call.group.facts.get("hosts") or [""] * len(call.group.ranks)
-    names = list(dict.fromkeys(hosts))
-    order = sorted(range(len(hosts)), key=lambda rank: (names.index(hosts[rank]), rank))
-    root = order.index(call.root) if call.root >= 0 else None
-    sizes = tuple(hosts.count(name) for name in names)
-    steps = _predict(call.what, call.algorithm, sizes, root, json.dumps(levels), call.nbytes)
+    order = HostOrder.of(hosts)
+    root = order.rank_at.index(call.root) if call.root >= 0 else None
+    steps = _predict(call.what, call.algorithm, order.hosts, root, json.dumps(levels), call.nbytes)
     return None if steps is None else list(steps)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=256)  # calls of a training repeat; ``levels`` is JSON because a dict cannot be a key
 def _predict(
     collective: str, algorithm: str, hosts: tuple[int, ...], root: int | None, levels: str, nbytes: int
 ) -> tuple[float, ...] | None:
@@ -53,14 +53,15 @@ def _predict(
 
 
 def _schedule(collective: str, algorithm: str, hosts: tuple[int, ...], root: int | None) -> Schedule:
-    """The schedule of a name such as ``ring`` or ``tree(degree=2)``; the backend also lists values without names."""
+    """The schedule of a name such as ``ring`` or ``tree(degree=2)``. The backend also writes ``tree(2)``: a value
+    without a name is that of the next parameter in the order of the alphabet."""
     base, _, text = without_fingerprint(algorithm).partition("(")
-    takes = lookup(collective, base).parameters
+    known = lookup(collective, base).parameters
     parameters: dict[str, Any] = {} if root is None else {"root": root}
-    if "hosts" in takes:
+    if "hosts" in known:
         parameters["hosts"] = hosts
-    others = iter(name for name in sorted(takes) if name != "hosts")
-    for given in filter(None, re.split(r",\s*", text.rstrip(")"))):
-        name, equals, value = given.rpartition("=")
-        parameters[name if equals else next(others, "")] = int(value) if value.isdigit() else value
+    unnamed = iter(name for name in sorted(known) if name != "hosts")
+    for argument in filter(None, re.split(r",\s*", text.rstrip(")"))):
+        name, equals, value = argument.rpartition("=")
+        parameters[name if equals else next(unnamed, "")] = int(value) if value.isdigit() else value
     return build(collective, base, sum(hosts), **parameters)

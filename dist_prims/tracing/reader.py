@@ -5,12 +5,14 @@
 (64, ('begin', 'end', 'bytes', 'sequence'))
 
 A file belongs to one process. Files belong to one run if their groups have a token in common, which the ranks have
-exchanged when the group was made. ``read()`` returns the last run in a folder.
+exchanged when the group was made. ``read()`` returns the last run in a folder, with the times of all processes on one
+clock. Times are nanoseconds.
 """
 
 from __future__ import annotations
 
 import json
+import struct
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,13 +27,12 @@ from . import format as fmt
 
 __all__: list[str] = []
 
-_NAMES = ["begin", "end", "bytes", "sequence", "peer", "step", "thread", "group", "name", "segment"]
-_NAMES += ["collective", "dtype", "op", "failed", "kind"]
+_OFFSETS = [struct.calcsize(f"<{fmt.EVENT_TYPES[:number]}") for number in range(len(fmt.EVENT_TYPES) - 1)]
 EVENTS = np.dtype(
     {
-        "names": _NAMES,
-        "formats": ["<i8", "<i8", "<u8", "<u8", "<i4", "<i4", "<u4", "<u4", "<u4", "<u2", "u1", "u1", "u1", "u1", "u1"],
-        "offsets": [0, 8, 16, 24, 32, 36, 40, 44, 48, 52, 54, 55, 56, 57, 63],
+        "names": fmt.EVENT_FIELDS,
+        "formats": [f"<{code}" for code in fmt.EVENT_TYPES],
+        "offsets": [*_OFFSETS, fmt.SLOT - 1],  # the last field is the last byte of the slot
         "itemsize": fmt.SLOT,
     }
 )
@@ -40,12 +41,12 @@ Events = NDArray[np.void]
 
 @dataclass(frozen=True)
 class Group:
-    """A group of a trace: the key that its ranks share, its global ranks, and the rank of one process in it."""
+    """A group of a trace, as one process has described it."""
 
-    key: tuple[str, str, str]  # name, counter, token
-    rank: int
-    ranks: tuple[int, ...]
-    facts: dict[str, Any] = field(compare=False)
+    key: tuple[str, str, str]  # the same on all its ranks: name, what its calls are counted by, token
+    rank: int  # of the process in the group
+    ranks: tuple[int, ...]  # the global ranks of its members
+    facts: dict[str, Any] = field(compare=False)  # the whole description
 
     @property
     def name(self) -> str:
@@ -54,25 +55,25 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class ProcessTrace:
-    """The events of one process. ``python`` and ``cpp`` number their groups and names apart; so ``group_of`` and
-    ``name_of`` take the source, "python" or "cpp"."""
+    """The events of one process. Python and C++ number their groups and names apart, so a key of ``groups`` and
+    ``names`` is (whether C++ has given the number, number)."""
 
     path: Path
-    facts: dict[str, Any]
-    events: Events  # of both sources, in the order of their begin
-    is_cpp: NDArray[np.bool_]  # of each event
+    facts: dict[str, Any]  # the description of the process, see recorder.py
+    events: Events  # of Python and C++, in the order of their begin
+    is_cpp: NDArray[np.bool_]  # for each event, whether C++ has recorded it
     groups: dict[tuple[bool, int], Group]
     names: dict[tuple[bool, int], str]
-    clocks: list[dict[str, Any]]  # measurements of the offset to the reference clock
-    dropped: int
-    unfinished: int
+    clocks: list[dict[str, Any]]  # measurements of the offset to the clock of rank 0, see clock.py
+    dropped: int  # events for which the file had no slot
+    unfinished: int  # events that had begun to be written when the process was killed
     ended: bool
-    shift: int = 0  # nanoseconds that were added to the times
-    error: int = 0  # of that shift
+    shift: int = 0  # was added to the times, to bring them to the clock of rank 0
+    error: int = 0  # the largest error of the shift
 
     @cached_property
     def rank(self) -> int:
-        """The rank in the largest group, which is the job's as far as the trace shows it."""
+        """The global rank, by the largest group; without groups, by the launcher's variable RANK."""
         if self.groups:
             largest = max(self.groups.values(), key=lambda group: len(group.ranks))
             return largest.ranks[largest.rank]
@@ -80,6 +81,7 @@ class ProcessTrace:
 
     @property
     def tokens(self) -> set[str]:
+        """What only processes of the same run have in common: the tokens of the groups, or else names and ranks."""
         return {group.key[2] or f"{group.name} {group.ranks}" for group in self.groups.values()}
 
     def group_of(self, number: int) -> Group | None:
@@ -93,13 +95,13 @@ class ProcessTrace:
 
 @dataclass(frozen=True)
 class CallPart:
-    """One rank's part in a call: its begin and end, and the numbers of the events within it."""
+    """One rank's part in a call."""
 
     begin: int
     end: int
     process: ProcessTrace
-    event: int
-    inner: NDArray[np.int64]
+    event: int  # the index of the call itself in ``process.events``
+    inner: NDArray[np.int64]  # the indices of the events within the call: messages, waits, copies, ...
 
     @property
     def failed(self) -> bool:
@@ -113,9 +115,9 @@ class CollectiveCall:
     group: Group
     what: str
     algorithm: str  # empty: the slot exchange of one host
-    sequence: int
+    sequence: int  # the number of the call in the group
     nbytes: int
-    root: int
+    root: int  # -1: a collective without a root
     parts: dict[int, CallPart]
 
     @property
@@ -126,31 +128,34 @@ class CollectiveCall:
     def end(self) -> int:
         return max(part.end for part in self.parts.values())
 
+    @property
+    def last_to_come(self) -> int:
+        """The rank of the group that has begun the call last."""
+        return max(self.parts, key=lambda rank: self.parts[rank].begin)
+
 
 @dataclass(frozen=True)
 class Trace:
-    """The processes of a run, by rank; ``ignored``: the files of other runs, and those that are no trace."""
+    """The processes of a run, by rank; ``ignored``: the files of other runs, and files that are not traces."""
 
     ranks: dict[int, ProcessTrace]
     ignored: list[str]
 
-    @property
-    def dropped(self) -> int:
-        return sum(process.dropped for process in self.ranks.values())
-
     def calls(self) -> list[CollectiveCall]:
         """The collectives, in the order of their begin."""
-        found: dict[tuple[Any, int], CollectiveCall] = {}
+        calls: dict[tuple[Any, int], CollectiveCall] = {}
         for process in self.ranks.values():
-            for (key, sequence), (group, part) in _parts(process):
+            for group, part in _call_parts(process):
                 event = process.events[part.event]
-                call = found.get((key, sequence))
+                sequence = int(event["sequence"])
+                call = calls.get((group.key, sequence))
                 if call is None:
-                    what = collective_name(event)
-                    name, nbytes, root = process.name_of(part.event), int(event["bytes"]), int(event["peer"])
-                    call = found[key, sequence] = CollectiveCall(group, what, name, sequence, nbytes, root, {})
+                    what, algorithm = collective_name(event), process.name_of(part.event)
+                    nbytes, root = int(event["bytes"]), int(event["peer"])
+                    call = CollectiveCall(group, what, algorithm, sequence, nbytes, root, {})
+                    calls[group.key, sequence] = call
                 call.parts[group.rank] = part
-        return sorted(found.values(), key=lambda call: call.begin)
+        return sorted(calls.values(), key=lambda call: call.begin)
 
 
 def read(folder: Path | str) -> Trace:
@@ -168,27 +173,28 @@ def read(folder: Path | str) -> Trace:
         others = f" ({'; '.join(ignored)})" if ignored else ""
         raise ValueError(f"{folder} has no trace{others}; set DIST_PRIMS_TRACE to the folder before the job starts")
     runs = _runs(processes)
-    last = max(runs, key=lambda run: max(each.facts["began"] for each in run))
-    ignored += [f"{each.path.name}: an earlier trace" for run in runs if run is not last for each in run]
-    return Trace(aligned(_by_rank(last, ignored)), ignored)
+    last_run = max(runs, key=lambda run: max(process.facts["began"] for process in run))
+    earlier = [process for run in runs if run is not last_run for process in run]
+    ignored += [f"{process.path.name}: an earlier trace" for process in earlier]
+    return Trace(aligned(_by_rank(last_run, ignored)), ignored)
 
 
 def read_file(path: Path) -> ProcessTrace:
-    """Read the file of one process; ValueError if it is not one."""
+    """Read the file of one process; ValueError if the file is not a whole trace."""
     # 1. The header: is this a whole trace of this version?
     data = path.read_bytes()
     if len(data) < fmt.HEADER_BYTES or int.from_bytes(data[:8], "little") != fmt.MAGIC:
         raise ValueError("not a trace")
-    _, version, capacity, offset, taken, dropped, python, ended = fmt.HEADER.unpack_from(data)
-    if version != fmt.VERSION:
-        raise ValueError(f"of format {version}; this version reads format {fmt.VERSION}")
-    if offset + capacity * fmt.SLOT > len(data) or fmt.HEADER_BYTES + python * fmt.SLOT > len(data):
+    header = fmt.Header(*fmt.HEADER.unpack_from(data))
+    if header.version != fmt.VERSION:
+        raise ValueError(f"of format {header.version}; this version reads format {fmt.VERSION}")
+    ends = header.cpp_offset + header.cpp_slots * fmt.SLOT, fmt.HEADER_BYTES + header.python_slots * fmt.SLOT
+    if max(ends) > len(data):
         raise ValueError("incomplete")
-    # 2. The slots: Python's follow the header, C++'s begin at ``offset``.
-    written = min(taken, capacity)
+    # 2. The slots of the two sources, Python and C++.
     sources = [
-        np.frombuffer(data, EVENTS, python, fmt.HEADER_BYTES),
-        np.frombuffer(data, EVENTS, written, offset),
+        np.frombuffer(data, EVENTS, header.python_slots, fmt.HEADER_BYTES),
+        np.frombuffer(data, EVENTS, min(header.cpp_taken, header.cpp_slots), header.cpp_offset),
     ]
     # 3. Texts are spread over slots; all other slots are events, which are sorted by their begin.
     texts = [_texts(source) for source in sources]
@@ -198,39 +204,39 @@ def read_file(path: Path) -> ProcessTrace:
     events = [source[np.isin(source["kind"], [*fmt.KINDS])] for source in sources]
     whole = np.concatenate(events)
     order = np.argsort(whole["begin"], kind="stable")
-    # 4. Python and C++ number groups and names each for themselves.
-    numbered = [(cpp, found) for cpp, found in zip((False, True), texts, strict=True)]
+    # 4. Python and C++ number groups and names each for themselves, so a key says which of them has given the number.
+    numbered = [*zip((False, True), texts, strict=True)]
     return ProcessTrace(
         path=path,
         facts=_facts(process[0]),
         events=whole[order],
         is_cpp=np.repeat([False, True], [len(each) for each in events])[order],
         groups={
-            (cpp, n): group
-            for cpp, found in numbered
-            for n, text in found.get(fmt.GROUP, {}).items()
+            (is_cpp, number): group
+            for is_cpp, by_kind in numbered
+            for number, text in by_kind.get(fmt.GROUP, {}).items()
             if (group := _group(text))
         },
-        names={(cpp, n): text for cpp, found in numbered for n, text in found.get(fmt.NAME, {}).items()},
-        clocks=[*filter(None, map(_clock, texts[0].get(fmt.CLOCK, {}).values()))],
-        dropped=dropped + max(taken - capacity, 0),
+        names={(is_cpp, n): text for is_cpp, by_kind in numbered for n, text in by_kind.get(fmt.NAME, {}).items()},
+        clocks=[*filter(None, map(_clock_measurement, texts[0].get(fmt.CLOCK, {}).values()))],
+        dropped=header.dropped + max(header.cpp_taken - header.cpp_slots, 0),
         unfinished=int((sources[1]["kind"] == 0).sum()),
-        ended=bool(ended),
+        ended=bool(header.ended),
     )
 
 
 def _texts(slots: Events) -> dict[int, dict[int, str]]:
-    """The texts among slots: by kind, by number."""
+    """The texts among the slots, by kind and number; a text of which a piece is missing is left out."""
     pieces: dict[tuple[int, int], dict[int, bytes]] = defaultdict(dict)
     raw = slots.view(np.uint8).reshape(len(slots), fmt.SLOT)  # a copy of the fields would lack what is between them
     for slot in raw[slots["kind"] == fmt.TEXT_SLOT]:
         number, part, length, text, kind, _ = fmt.TEXT.unpack(slot.tobytes())
         pieces[kind, number][part] = text[:length]
-    found: dict[int, dict[int, str]] = defaultdict(dict)
+    texts: dict[int, dict[int, str]] = defaultdict(dict)
     for (kind, number), parts in pieces.items():
         if sorted(parts) == list(range(len(parts))):
-            found[kind][number] = b"".join(parts[at] for at in range(len(parts))).decode(errors="replace")
-    return found
+            texts[kind][number] = b"".join(parts[at] for at in range(len(parts))).decode(errors="replace")
+    return texts
 
 
 def _group(text: str) -> Group | None:
@@ -244,8 +250,8 @@ def _group(text: str) -> Group | None:
     return Group(key, rank, ranks, facts) if 0 <= rank < len(ranks) else None
 
 
-def _clock(text: str) -> dict[str, Any] | None:
-    """A measurement of the clock; None for a damaged one."""
+def _clock_measurement(text: str) -> dict[str, Any] | None:
+    """One measurement of clock.py: ``offset`` and ``error`` at the time ``at``; None for a damaged one."""
     try:
         facts = json.loads(text)
         numbers = {name: int(facts[name]) for name in ("at", "offset", "error")}
@@ -255,86 +261,98 @@ def _clock(text: str) -> dict[str, Any] | None:
 
 
 def _facts(text: str) -> dict[str, Any]:
-    """The description of a process."""
+    """The description of a process; ValueError if it is damaged."""
     facts = json.loads(text)
-    wanted = {"pid": int, "host": str, "clock": str, "number": int, "began": int}
-    if not (isinstance(facts, dict) and all(isinstance(facts.get(name), kind) for name, kind in wanted.items())):
+    types = {"pid": int, "host": str, "clock": str, "number": int, "began": int}
+    if not (isinstance(facts, dict) and all(isinstance(facts.get(name), type_) for name, type_ in types.items())):
         raise ValueError("the description of its process is damaged")
     return facts
 
 
 def _runs(processes: Sequence[ProcessTrace]) -> list[list[ProcessTrace]]:
-    """The processes by run: those are together that share a token of a group, in the same trace of the program."""
-    runs: list[tuple[set[tuple[str, int]], list[ProcessTrace]]] = []
+    """The processes of each run. Processes of one run share a token of a group, in traces of the same number: a program
+    may make several traces one after the other, and its processes number them."""
+    runs: list[tuple[set[tuple[str, int]], list[ProcessTrace]]] = []  # the tokens of a run, and its processes
     for process in processes:
         number = int(process.facts["number"])
-        marks = {(token, number) for token in process.tokens} or {(str(process.path), 0)}
-        same = [run for run in runs if run[0] & marks]
-        rest = [run for run in runs if not run[0] & marks]
-        runs = [*rest, (marks.union(*(run[0] for run in same)), [*(p for run in same for p in run[1]), process])]
-    return [run for _, run in runs]
+        tokens = {(token, number) for token in process.tokens} or {(str(process.path), 0)}
+        members: list[ProcessTrace] = []
+        for run in [run for run in runs if run[0] & tokens]:  # the process shows that these runs are the same
+            runs.remove(run)
+            tokens |= run[0]
+            members += run[1]
+        runs.append((tokens, [*members, process]))
+    return [members for _, members in runs]
 
 
 def _by_rank(processes: Iterable[ProcessTrace], ignored: list[str]) -> dict[int, ProcessTrace]:
-    found: dict[int, ProcessTrace] = {}
-    for process in sorted(processes, key=lambda each: int(each.facts["began"])):
-        if process.rank in found:
-            ignored.append(f"{found[process.rank].path.name}: an earlier process of rank {process.rank}")
-        found[process.rank] = process
-    return dict(sorted(found.items()))
+    """The last process of each rank: a launcher may have started a rank again. The earlier ones are ignored."""
+    last: dict[int, ProcessTrace] = {}
+    for process in sorted(processes, key=lambda process: int(process.facts["began"])):
+        if process.rank in last:
+            ignored.append(f"{last[process.rank].path.name}: an earlier process of rank {process.rank}")
+        last[process.rank] = process
+    return dict(sorted(last.items()))
 
 
-def _parts(process: ProcessTrace) -> Iterator[tuple[tuple[Any, int], tuple[Group, CallPart]]]:
-    """The calls of a process: (key of the group, number of the call), the group, and this rank's part."""
+def _call_parts(process: ProcessTrace) -> Iterator[tuple[Group, CallPart]]:
+    """For each collective of a process its group, and the part of the process in the call."""
     events = process.events
-    numbers = np.arange(len(events))
+    indices = np.arange(len(events))
     is_call = events["kind"] == fmt.COLLECTIVE
-    inner = defaultdict(list)
-    for number in numbers[~is_call & (events["group"] > 0)].tolist():
-        event = events[number]
-        inner[bool(process.is_cpp[number]), int(event["group"]), int(event["sequence"])].append(number)
-    for number in numbers[is_call].tolist():
-        group = process.group_of(number)
-        if group is None:
-            continue
-        event = events[number]
-        key = (bool(process.is_cpp[number]), int(event["group"]), int(event["sequence"]))
-        own = np.array(inner.get(key, []), np.int64)
-        begin, end = int(event["begin"]), int(event["end"])
-        own = own[(events["end"][own] >= begin) & (events["begin"][own] <= end)]
-        part = CallPart(begin, end, process, number, own)
-        yield ((group.key, int(event["sequence"])), (group, part))
+
+    def call_of(index: int) -> tuple[bool, int, int]:
+        """What a call and the events within it have in common: source, group, and number of the call."""
+        return bool(process.is_cpp[index]), int(events["group"][index]), int(events["sequence"][index])
+
+    # 1. The events of each call.
+    within = defaultdict(list)
+    for index in indices[~is_call & (events["group"] > 0)].tolist():
+        within[call_of(index)].append(index)
+    # 2. Of these, the events that overlap with the call in time. Its time in the queue, for example, ends before it.
+    for index in indices[is_call].tolist():
+        if (group := process.group_of(index)) is not None:
+            begin, end = int(events["begin"][index]), int(events["end"][index])
+            inner = np.array(within.get(call_of(index), []), np.int64)
+            inner = inner[(events["end"][inner] >= begin) & (events["begin"][inner] <= end)]
+            yield group, CallPart(begin, end, process, index, inner)
 
 
 def collective_name(event: Any) -> str:
+    """The name of the collective of an event; a number that this version does not know is named by itself."""
     number = int(event["collective"])
     return fmt.COLLECTIVES[number] if number < len(fmt.COLLECTIVES) else f"collective {number}"
 
 
-_DRIFT = 1e-4  # by which two clocks may differ in speed, beyond the first and the last measurement
+_DRIFT = (
+    1e-4  # by which two clocks may differ in speed; adds to the error before the first and after the last measurement
+)
 
 
 def aligned(processes: dict[int, ProcessTrace]) -> dict[int, ProcessTrace]:
-    """The processes on one clock: that to which the others have measured their offset."""
-    points: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    """The processes on one clock: the reference, to which processes with other clocks have measured their offset."""
     references = Counter(point["reference"] for process in processes.values() for point in process.clocks)
+    reference = references.most_common(1)[0][0] if references else None
+    measurements: dict[str, list[dict[str, Any]]] = defaultdict(list)  # by clock
     for process in processes.values():
-        if references and process.facts["clock"] != (reference := references.most_common(1)[0][0]):
-            points[process.facts["clock"]] += [each for each in process.clocks if each["reference"] == reference]
-    return {rank: _shifted(process, points[process.facts["clock"]]) for rank, process in processes.items()}
+        if process.facts["clock"] != reference:
+            measurements[process.facts["clock"]] += [each for each in process.clocks if each["reference"] == reference]
+    return {rank: _shifted(process, measurements[process.facts["clock"]]) for rank, process in processes.items()}
 
 
-def _shifted(process: ProcessTrace, points: list[dict[str, Any]]) -> ProcessTrace:
+def _shifted(process: ProcessTrace, measurements: list[dict[str, Any]]) -> ProcessTrace:
     """The process with the offset added to its times, interpolated between the measurements of its clock."""
-    if not points or not len(process.events):
+    if not measurements or not len(process.events):
         return process
-    points = sorted(points, key=lambda point: point["at"])
-    at, offset, error = (np.array([point[name] for point in points], np.int64) for name in ("at", "offset", "error"))
+    measurements = sorted(measurements, key=lambda each: int(each["at"]))
+    at, offset, error = (
+        np.array([each[name] for each in measurements], np.int64) for name in ("at", "offset", "error")
+    )
     events = process.events.copy()
     begin, end = int(events["begin"].min()), int(events["end"].max())
-    for side in ("begin", "end"):  # as differences, because a float holds no absolute time to the nanosecond
-        apart = np.interp((events[side] - at[0]).astype(float), (at - at[0]).astype(float), offset - offset[0])
-        events[side] += offset[0] + np.rint(apart).astype(np.int64)
+    for side in ("begin", "end"):  # as differences, because a float cannot hold an absolute time to the nanosecond
+        change = np.interp((events[side] - at[0]).astype(float), (at - at[0]).astype(float), offset - offset[0])
+        events[side] += offset[0] + np.rint(change).astype(np.int64)
     outside = max(int(at[0]) - begin, end - int(at[-1]), 0)
     shift = int(offset[len(offset) // 2])
     return replace(process, events=events, shift=shift, error=int(error.max()) + int(outside * _DRIFT))

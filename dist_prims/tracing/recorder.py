@@ -1,8 +1,8 @@
-"""The recorder of this process makes the file of a trace, and writes the events of Python to it.
+"""The recorder makes the file of a trace of this process, and writes the events of Python to it (see ``format.py``).
 
 C++ maps the same file and writes to slots of its own, so neither has to wait for the other. While the trace is active,
-all of the file is reserved. At its end the file is replaced by one without the unused slots. A process that is killed
-leaves the whole file, which can be read, too.
+all of the file is reserved. At its end a file without the unused slots replaces it. A process that is killed leaves the
+whole file, which can be read, too. Any thread may record; times are nanoseconds of ``time.monotonic_ns()``.
 
 ``active`` is the recorder of the innermost trace, or None: a hook reads it, and does nothing without one.
 """
@@ -31,7 +31,7 @@ __all__: list[str] = []
 
 EVENTS = 1 << 18  # of C++ by default: 16 MiB
 _RESERVED_FOR_TEXTS = 1024
-_MOST_NUMBERS = 2**32 - 1  # of groups: afterwards they begin again
+_MOST_NUMBERS = 2**32 - 1  # of groups: afterwards the numbers begin again
 _POPULATE = 23  # MADV_POPULATE_WRITE, for which the mmap module has no name
 _CORE = Path(__file__).parents[1] / "lib" / "libdist_prims_core.so"
 
@@ -39,14 +39,14 @@ active: TraceRecorder | None = None
 _open: list[TraceRecorder] = []  # the innermost is the last
 _lock = threading.RLock()  # reentrant: a signal handler may begin or end a trace
 _numbers = itertools.count(1)  # of the traces of this process
-_groups: WeakKeyDictionary[Any, dict[str, tuple[int, str]]] = WeakKeyDictionary()  # by counter
+_groups: WeakKeyDictionary[Any, dict[str, tuple[int, str]]] = WeakKeyDictionary()  # number and description, by counter
 _group_numbers = itertools.count(1)
 
 
 class Context(threading.local):
-    """The collective that a thread executes. Events of Python take these fields from here."""
+    """The collective that a thread executes: ``collectives/traced_call.py`` sets it, and events of Python take it."""
 
-    where = (0, 0, -1)  # group, sequence and step
+    where = (0, 0, -1)  # the number of the group, the number of the call in the group, and the step of its schedule
 
     def __init__(self) -> None:
         self.thread = threading.get_native_id()  # a system call, so once for each thread
@@ -61,24 +61,25 @@ class TraceRecorder:
     def __init__(self, folder: Path, events: int, began_by: str) -> None:
         self.owner = os.getpid()
         self.folder = folder
-        self._python = max(events // 4, 1024) + _RESERVED_FOR_TEXTS
-        self._offset = fmt.HEADER_BYTES + fmt.SLOT * self._python  # of the slots of C++
-        self._taken = itertools.count()
-        self._texts = self._dropped = 0
-        self._names: dict[str, int] = {}
-        self._described: set[int] = set()
-        self._guard = threading.RLock()  # of texts; reentrant for signal handlers
+        self._python_slots = max(events // 4, 1024) + _RESERVED_FOR_TEXTS
+        self._cpp_offset = fmt.HEADER_BYTES + fmt.SLOT * self._python_slots
+        self._taken = itertools.count()  # the next slot for an event of Python; taking one is atomic
+        self._text_slots = self._dropped = 0
+        self._names: dict[str, int] = {}  # the numbers of the names of events
+        self._described: set[int] = set()  # the numbers of the groups whose descriptions are in the file
+        self._guard = threading.RLock()  # of texts and of the count of dropped events; reentrant for signal handlers
         self.path, self._memory = self._make_file(events)
         try:
-            self._native = _open_native(self.path)
+            self._native = _open_native(self.path)  # the number of the file in C++; 0 without the native core
         except OSError:
             self.path.unlink()
             raise
         self.number = next(_numbers)
         self.closers: list[Callable[[], None]] = []  # called when the trace ends, before its file is finished
-        self.text(fmt.PROCESS, self.number, json.dumps(_process(self.number, began_by)))
+        self.text(fmt.PROCESS, self.number, json.dumps(_describe_process(self.number, began_by)))
 
     def _make_file(self, events: int) -> tuple[Path, mmap.mmap]:
+        """Make a new file with its header, reserve its space, and map it."""
         host = re.sub(r"[^\w.-]", "_", socket.gethostname())
         for number in itertools.count():
             path = self.folder / f"{host}-{os.getpid()}-{number}.trace"
@@ -88,17 +89,19 @@ class TraceRecorder:
             except FileExistsError:  # an earlier trace
                 continue
         try:
-            size = self._offset + fmt.SLOT * events
+            size = self._cpp_offset + fmt.SLOT * events
             os.posix_fallocate(file, 0, size)  # a full disk is an error here, not a SIGBUS at the first access
             memory = mmap.mmap(file, size)
             with contextlib.suppress(OSError):  # Linux before 5.14: the pages come one by one, each at its first event
-                memory.madvise(_POPULATE, 0, self._offset // mmap.PAGESIZE * mmap.PAGESIZE)
+                memory.madvise(_POPULATE, 0, self._cpp_offset // mmap.PAGESIZE * mmap.PAGESIZE)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
         finally:
             os.close(file)
-        header = fmt.HEADER.pack(fmt.MAGIC, fmt.VERSION, events, self._offset, 0, 0, self._python, 0)
+        header = fmt.HEADER.pack(
+            *fmt.Header(fmt.MAGIC, fmt.VERSION, events, self._cpp_offset, 0, 0, self._python_slots, ended=0)
+        )
         memory[8 : len(header)] = header[8:]
         memory[:8] = header[:8]  # last: a file with this number has a whole header
         return path, memory
@@ -116,30 +119,37 @@ class TraceRecorder:
         failed: bool = False,
         where: tuple[int, int, int] | None = None,
     ) -> None:
-        """Add an event with its begin and end on ``time.monotonic_ns()``; ``where``: group, sequence and step."""
+        """Add an event.
+
+        Args:
+            kind: a kind of ``format.py``; begin, end: times.
+            nbytes: the size of the data; peer: the rank of the group that the event is about; name: a text.
+            collective: the index of a collective in ``format.COLLECTIVES``; failed: whether it has raised.
+            where: group, call and step, as in :class:`Context`; by default the context of the thread.
+        """
         slot = next(self._taken)
-        if slot >= self._python - _RESERVED_FOR_TEXTS:
+        if slot >= self._python_slots - _RESERVED_FOR_TEXTS:
             self._drop()
             return
         group, sequence, step = where or context.where
         fmt.EVENT.pack_into(
             self._memory,
             fmt.HEADER_BYTES + fmt.SLOT * slot,
-            *(begin, end, nbytes, sequence, peer, step, context.thread, group, self._name(name) if name else 0),
+            *(begin, end, nbytes, sequence, peer, step, context.thread, group, self._number_of_name(name)),
             *(0, collective, 0, 0, failed, kind),
         )
 
     def text(self, kind: int, number: int, text: str) -> None:
-        """Add a text. Texts fill the file from the end of Python's slots, so that there is space for the last ones."""
+        """Add a text. Texts fill Python's slots from their end, which is reserved: events cannot take their space."""
         slots = fmt.text_slots(kind, number, text)
         with self._guard:
-            if self._texts + len(slots) > _RESERVED_FOR_TEXTS:
+            if self._text_slots + len(slots) > _RESERVED_FOR_TEXTS:
                 self._drop()
                 return
             for slot in slots:
-                self._texts += 1
-                start = self._offset - fmt.SLOT * self._texts
-                self._memory[start : start + fmt.SLOT - 1] = slot[:-1]
+                self._text_slots += 1
+                start = self._cpp_offset - fmt.SLOT * self._text_slots
+                self._memory[start : start + fmt.SLOT - 1] = slot[:-1]  # the kind comes last, see format.py
                 self._memory[start + fmt.SLOT - 1] = slot[-1]
 
     def _drop(self) -> None:
@@ -147,16 +157,17 @@ class TraceRecorder:
             self._dropped += 1
             fmt.COUNTER.pack_into(self._memory, fmt.DROPPED_BY_PYTHON, self._dropped)
 
-    def _name(self, name: str) -> int:
-        found = self._names.get(name)
-        if found is None:
+    def _number_of_name(self, name: str) -> int:
+        """The number of a name, whose text is added at its first use; 0 for an empty name."""
+        number = self._names.get(name) if name else 0
+        if number is None:
             with self._guard:
-                found = self._names.setdefault(name, len(self._names) + 1)
-                if found == len(self._names):
-                    self.text(fmt.NAME, found, name)
-        return found
+                number = self._names.setdefault(name, len(self._names) + 1)
+                if number == len(self._names):
+                    self.text(fmt.NAME, number, name)
+        return number
 
-    def describe(self, number: int, description: str) -> None:
+    def describe_group(self, number: int, description: str) -> None:
         """Add the description of a group, once."""
         with self._guard:
             if number not in self._described:
@@ -172,36 +183,35 @@ class TraceRecorder:
         """Replace the file by one without the unused slots. C++ must not write to it any more."""
         if self._native:
             _core().dist_prims_trace_close(self._native)
-        memory = self._memory
-        header = list(fmt.HEADER.unpack_from(memory))
-        python = min(next(self._taken), self._python - _RESERVED_FOR_TEXTS)
-        texts = self._texts
-        cpp = min(header[4], header[2])
-        header[2], header[3] = cpp, fmt.HEADER_BYTES + fmt.SLOT * (python + texts)
-        header[6], header[7] = python + texts, 1
+        header = fmt.Header(*fmt.HEADER.unpack_from(self._memory))
+        events, texts = min(next(self._taken), self._python_slots - _RESERVED_FOR_TEXTS), self._text_slots
+        python_slots, cpp_slots = events + texts, min(header.cpp_taken, header.cpp_slots)
+        cpp_offset = fmt.HEADER_BYTES + fmt.SLOT * python_slots
+        header = header._replace(cpp_slots=cpp_slots, cpp_offset=cpp_offset, python_slots=python_slots, ended=1)
         new = self.path.with_suffix(".unfinished")
         with new.open("wb") as file:
             file.write(fmt.HEADER.pack(*header).ljust(fmt.HEADER_BYTES, b"\0"))
-            for first, count in (
-                (fmt.HEADER_BYTES, python),
-                (self._offset - fmt.SLOT * texts, texts),
-                (self._offset, cpp),
-            ):
-                file.write(memory[first : first + fmt.SLOT * count])
+            file.write(self._memory[fmt.HEADER_BYTES : fmt.HEADER_BYTES + fmt.SLOT * events])
+            file.write(self._memory[self._cpp_offset - fmt.SLOT * texts : self._cpp_offset + fmt.SLOT * cpp_slots])
         new.replace(self.path)
 
 
 def group_number(group: Any, counter: str, describe: Callable[[], Mapping[str, Any]]) -> int:
-    """The number of a group in the traces of Python. Its description is computed once for each counter."""
-    found = _groups.get(group, {}).get(counter)
-    if found is None:
+    """The number of a group in the traces of Python, whose description is added to the active trace.
+
+    A group has a number for each ``counter``: what counts its calls, such as the executor of schedules or a pipeline.
+    ``describe()`` is called once for each of them.
+    """
+    described = _groups.get(group, {}).get(counter)
+    if described is None:
         description = json.dumps(describe())  # without the lock, because it may ask a store
         with _lock:
             number = next(_group_numbers) % _MOST_NUMBERS or _MOST_NUMBERS  # 32 bits, and not 0
-            found = _groups.setdefault(group, {}).setdefault(counter, (number, description))
+            described = _groups.setdefault(group, {}).setdefault(counter, (number, description))
+    number, description = described
     if (recorder := active) is not None:
-        recorder.describe(*found)
-    return found[0]
+        recorder.describe_group(number, description)
+    return number
 
 
 def started() -> int:
@@ -210,14 +220,21 @@ def started() -> int:
 
 
 def record(kind: int, begin: int, **facts: Any) -> None:
-    """Add an event that has ended now. ``begin`` is the result of :func:`started`; without a trace nothing happens."""
+    """Add an event that has ended now. ``begin`` is the result of :func:`started`; without a trace nothing happens.
+    ``facts``: the keyword arguments of :meth:`TraceRecorder.event`."""
     recorder = active
     if begin and recorder is not None:
         recorder.event(kind, begin, time.monotonic_ns(), **facts)
 
 
 class TracedWork:
-    """A message that ends when this rank has waited for it. To be made when it is posted, while a trace is active."""
+    """A message whose event ends when this rank has waited for it. Make it when the message has been posted, while a
+    trace is active.
+
+    Args:
+        work: what torch has returned for the message; ``kind``: SEND or RECEIVE.
+        peer: the other rank; ``nbytes``: the size; ``name``: of the event.
+    """
 
     def __init__(self, work: Any, kind: int, peer: int, nbytes: int, name: str = "") -> None:
         self._work, self._kind = work, kind
@@ -228,14 +245,15 @@ class TracedWork:
     def wait(self, *arguments: Any) -> Any:
         """Wait as the work does; record the wait, and the message as well."""
         begin = started()
-        found = self._work.wait(*arguments)
+        result = self._work.wait(*arguments)
         record(fmt.WAIT, begin, peer=self._facts["peer"], nbytes=self._facts["nbytes"])
         record(self._kind, self._posted, where=self._where, **self._facts)
-        return found
+        return result
 
 
 def begin(folder: Path | str, events: int = EVENTS, began_by: str = "program") -> TraceRecorder:
-    """Begin a trace. The trace that was active pauses until this one has ended."""
+    """Begin a trace in ``folder``, with space for ``events`` events of C++. The trace that was active pauses until this
+    one has ended. ``began_by``: what the description of the process says: the program, or an environment variable."""
     global active
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
@@ -278,8 +296,8 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def _process(number: int, began_by: str) -> dict[str, Any]:
-    """What a reader must know of this process."""
+def _describe_process(number: int, began_by: str) -> dict[str, Any]:
+    """What a reader must know of this process; ``number``: of the trace in this process."""
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),

@@ -18,17 +18,18 @@ _MOST_KINDS = 20
 
 def report(trace: Trace, levels: Mapping[str, Any] | None = None) -> str:
     """Return the report; ``levels``: see :func:`.analysis.analyse`."""
-    found = analyse(trace, levels)
-    lines = [*_head(trace, found), "", *_ranks(found), "", *_slowest(found), "", *_waits(found), "", *_calls(found)]
-    lines += _pipeline(found)
-    lines += ["", *(f"ignored {each}" for each in found["ignored"])] if found["ignored"] else []
+    analysis = analyse(trace, levels)
+    parts = [_head(trace, analysis), _ranks(analysis), _slowest(analysis), _waits(analysis), _calls(analysis)]
+    lines = [line for part in parts for line in ("", *part)][1:] + _pipeline(analysis)
+    lines += ["", *(f"ignored {each}" for each in analysis["ignored"])] if analysis["ignored"] else []
     return "\n".join(lines)
 
 
-def _head(trace: Trace, found: dict[str, Any]) -> Iterator[str]:
-    ranks, hosts = found["ranks"], {rank["host"] for rank in found["ranks"]}
+def _head(trace: Trace, analysis: dict[str, Any]) -> Iterator[str]:
+    ranks, hosts = analysis["ranks"], {rank["host"] for rank in analysis["ranks"]}
+    count = len(analysis["calls"])
     yield (
-        f"trace   {len(ranks)} ranks on {len(hosts)} host{'s' * (len(hosts) > 1)}, {len(found['calls'])} collectives, "
+        f"trace   {len(ranks)} ranks on {len(hosts)} host{'s' * (len(hosts) > 1)}, {count} collectives, "
         f"{sum(rank['events'] for rank in ranks)} events"
     )
     missing = sorted({r for p in trace.ranks.values() for g in p.groups.values() for r in g.ranks} - set(trace.ranks))
@@ -61,43 +62,43 @@ def _time(nanoseconds: float) -> str:
     return f"{nanoseconds / 1e3:.1f} µs"
 
 
-def _ranks(found: dict[str, Any]) -> list[str]:
+def _ranks(analysis: dict[str, Any]) -> list[str]:
     head = ["rank", "calls", "in calls", "peer late", "link", "reducing", "copying", "rest"]
     rows = []
-    for rank in found["ranks"]:
+    for rank in analysis["ranks"]:
         parts = [rank[name] for name in ("late", "link", "reduce", "copy")]
         numbers = [rank["in_calls"], *parts, max(rank["in_calls"] - sum(parts), 0.0)]
         rows.append([str(rank["rank"]), str(rank["calls"]), *(f"{each:.6f}" for each in numbers)])
     return ["seconds of each rank in collectives", *_table([head, *rows])]
 
 
-def _slowest(found: dict[str, Any]) -> Iterator[str]:
+def _slowest(analysis: dict[str, Any]) -> Iterator[str]:
     """The rank for which the others have waited most."""
     awaited: dict[str, float] = defaultdict(float)
-    for rank in found["ranks"]:
+    for rank in analysis["ranks"]:
         for peer, seconds in rank["waits"].items():
             awaited[peer] += seconds
     if not awaited:
         yield "slowest no rank has waited for another"
         return
     slowest = max(awaited, key=awaited.__getitem__)
-    several = sum(call["recorded_ranks"] > 1 for call in found["calls"])
-    last = sum(call["recorded_ranks"] > 1 and str(call["last_to_come"]) == slowest for call in found["calls"])
+    several = sum(call["recorded_ranks"] > 1 for call in analysis["calls"])
+    last = sum(call["recorded_ranks"] > 1 and str(call["last_to_come"]) == slowest for call in analysis["calls"])
     often = f"the last to come in {last} of {several} collectives"
     yield f"slowest rank {slowest}: others waited {awaited[slowest]:.6f} s for it; {often}"
 
 
-def _waits(found: dict[str, Any]) -> list[str]:
-    ranks = found["ranks"][:_MOST_RANKS]
+def _waits(analysis: dict[str, Any]) -> list[str]:
+    ranks = analysis["ranks"][:_MOST_RANKS]
     peers = [str(rank["rank"]) for rank in ranks]
     rows = [[str(rank["rank"]), *(f"{rank['waits'].get(peer, 0.0):.6f}" for peer in peers)] for rank in ranks]
-    more = f" (the first {_MOST_RANKS} ranks)" if len(found["ranks"]) > _MOST_RANKS else ""
+    more = f" (the first {_MOST_RANKS} ranks)" if len(analysis["ranks"]) > _MOST_RANKS else ""
     return [f"seconds that a rank (row) has waited for another (column){more}", *_table([["", *peers], *rows])]
 
 
-def _calls(found: dict[str, Any]) -> list[str]:
+def _calls(analysis: dict[str, Any]) -> list[str]:
     kinds: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
-    for call in found["calls"]:
+    for call in analysis["calls"]:
         kinds[call["group"], call["collective"], call["algorithm"], call["bytes"]].append(call)
     head = ["group", "collective", "algorithm", "bytes", "calls", "measured", "predicted", "ratio", "arrival"]
     rows = []
@@ -111,9 +112,9 @@ def _calls(found: dict[str, Any]) -> list[str]:
     return [title, *_table([head, *rows[:_MOST_KINDS]])]
 
 
-def _pipeline(found: dict[str, Any]) -> list[str]:
+def _pipeline(analysis: dict[str, Any]) -> list[str]:
     rows = [["rank", "actions", "seconds", "of", "bubble"]]
-    for rank in found["ranks"]:
+    for rank in analysis["ranks"]:
         if actions := rank["actions"]:
             bubble = 1 - actions["seconds"] / actions["span"] if actions["span"] else 0.0
             numbers = [f"{actions[name]:.6f}" for name in ("seconds", "span")]
