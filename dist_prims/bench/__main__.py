@@ -1,7 +1,8 @@
 """``python -m dist_prims.bench``: measure collectives, on the ranks of a launcher or on ranks that it starts itself.
 
-A word first measures something else: ``steps`` of training, collectives between ``hosts``, the ``repair`` of groups, a
-``pipeline``; ``calibrate`` measures what the link costs.
+A subcommand measures something else: ``steps`` of training, collectives between ``hosts``, the ``repair`` of groups, a
+``pipeline``; ``calibrate`` measures what the link costs. A *contender* is a collective of one backend or algorithm; all
+contenders are measured in turn (``measure.py``).
 """
 
 from __future__ import annotations
@@ -16,16 +17,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..launch import detect, init, spawn
 from ..schedules import algorithms, lookup
 from ..schedules.registry import nearest
-from .arguments import dtype, positive, size, sizes
+from .arguments import dtype, positive, run_on_ranks, size, sizes
 from .cases import CASES, Buffers
 from .measure import Contender, Line, measure
 from .memory import chunk_bytes, extra_bytes
 from .report import environment, heading, plot, row, write_json
 
-_TIMEOUT = 3600.0
 _SUBCOMMANDS = ("calibrate", "hosts", "pipeline", "repair", "steps")
 
 
@@ -34,26 +33,23 @@ def main(arguments: list[str] | None = None) -> int:
     if words and words[0] in _SUBCOMMANDS:  # imported here: most import the backend, which may not be built
         return int(importlib.import_module(f".{words[0]}", __package__).main(words[1:]))
     parser = _parser()
-    given = parser.parse_args(words)
+    options = parser.parse_args(words)
     try:
-        _check(given)
+        _check(options)
     except ValueError as error:
         parser.error(str(error))
-    backend = "gloo" if given.memory else None  # torch does not see what schedules allocate in C++
-    if detect().size != 1:
-        init(backend, timeout=_TIMEOUT)
-        return bench(given)
-    return int(max(spawn(bench, given.ranks, (given,), backend=backend, timeout=_TIMEOUT, prefix=False)))
+    # With --memory gloo, because torch does not see what schedules allocate in C++.
+    return run_on_ranks(bench, options, "gloo" if options.memory else None)
 
 
-def _check(given: argparse.Namespace) -> None:
+def _check(options: argparse.Namespace) -> None:
     """Raise ValueError for arguments that no rank could handle, before any rank starts."""
-    _names(given.collective, given.algorithms)
-    for name in filter(None, given.backends.split(",")):
+    _names(options.collective, options.algorithms)
+    for name in filter(None, options.backends.split(",")):
         if name not in dist.Backend.backend_list:
             raise ValueError(f"--backends {name}: {nearest('backend', name, dist.Backend.backend_list)}")
-    if given.limits and given.collective != "all_reduce":
-        raise ValueError(f"--limits measures all_reduce only, not --collective {given.collective}")
+    if options.limits and options.collective != "all_reduce":
+        raise ValueError(f"--limits measures all_reduce only, not --collective {options.collective}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,40 +72,40 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def bench(given: argparse.Namespace) -> int:
+def bench(options: argparse.Namespace) -> int:
     """Run the benchmark on every rank; returns 1 if any element was wrong."""
     torch.set_num_threads(1)
     is_rank_0, facts = dist.get_rank() == 0, environment()
-    names = _names(given.collective, given.algorithms)
-    if given.memory:
-        return _memory(given, names)
-    groups = {name: dist.new_group(backend=name) for name in given.backends.split(",") if name}
-    more = _limits() if given.limits else None
+    names = _names(options.collective, options.algorithms)
+    if options.memory:
+        return _memory(options, names)
+    groups = {name: dist.new_group(backend=name) for name in options.backends.split(",") if name}
+    more = _limits() if options.limits else None
     if is_rank_0:
-        print(heading(given.collective, facts), flush=True)
+        print(heading(options.collective, facts), flush=True)
     lines: list[Line] = []
-    for nbytes in given.sizes:
-        found = measure(
-            given.collective,
+    for nbytes in options.sizes:
+        of_size = measure(
+            options.collective,
             nbytes,
             names,
-            given.dtype,
-            given.iterations,
-            given.warmup,
-            given.segment_bytes,
+            options.dtype,
+            options.iterations,
+            options.warmup,
+            options.segment_bytes,
             groups,
             more,
         )
-        lines += found
+        lines += of_size
         if is_rank_0:
-            print("\n".join(map(row, found)), flush=True)
+            print("\n".join(map(row, of_size)), flush=True)
     wrong = sum(line.wrong for line in lines)
     if is_rank_0:
         print(f"# wrong elements: {wrong}")
-        if given.json:
-            write_json(given.json, facts, lines)
-        if given.plot:
-            plot(given.plot, facts, lines)
+        if options.json:
+            write_json(options.json, facts, lines)
+        if options.plot:
+            plot(options.plot, facts, lines)
     return int(wrong > 0)
 
 
@@ -120,6 +116,7 @@ def _limits() -> Callable[[Buffers], Mapping[str, Contender]]:
 
 
 def _names(collective: str, text: str) -> list[str]:
+    """The algorithms that ``--algorithms TEXT`` names; ValueError if there is no such algorithm."""
     if text == "none":
         return []
     if text and text != "all":
@@ -131,11 +128,12 @@ def _names(collective: str, text: str) -> list[str]:
     return names
 
 
-def _memory(given: argparse.Namespace, names: list[str]) -> int:
-    for nbytes in given.sizes:
+def _memory(options: argparse.Namespace, names: list[str]) -> int:
+    """Print the memory that each algorithm needs besides the tensors of the call."""
+    for nbytes in options.sizes:
         for name in names:
-            extra = extra_bytes(given.collective, name, nbytes, given.dtype)
-            chunks = extra / chunk_bytes(given.collective, name, nbytes)
+            extra = extra_bytes(options.collective, name, nbytes, options.dtype)
+            chunks = extra / chunk_bytes(options.collective, name, nbytes)
             if dist.get_rank() == 0:
                 print(f"{nbytes:12} B  {name:22} {extra:12} B besides the tensors, {chunks:.2f} chunks", flush=True)
     return 0

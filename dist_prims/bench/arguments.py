@@ -1,14 +1,54 @@
-"""Argument types of the benchmark commands: sizes, dtypes, positive integers."""
+"""Arguments of the benchmark commands (types for ``argparse``), and the start of their ranks."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Collection
 
 import torch
 
+from ..launch import detect, init, spawn
 from ..schedules.advice import parse_bytes
 
 __all__: list[str] = []
+
+TIMEOUT = 3600.0  # seconds of a whole benchmark
+
+
+def run_on_ranks(
+    program: Callable[[argparse.Namespace], int],
+    options: argparse.Namespace,
+    backend: str | None = None,
+    wait_timeout: float = TIMEOUT,
+) -> int:
+    """Run ``program(options)`` on the ranks of a launcher, or on ``options.ranks`` ranks started here without one.
+
+    Args:
+        backend: of the default group; None: gloo, or dist_prims where it can be used, as ``init`` chooses.
+        wait_timeout: seconds that a rank of a launcher waits for another rank.
+
+    Returns the largest result of the ranks that were started here, or the result of this rank.
+    """
+    if detect().size != 1:
+        init(backend, timeout=wait_timeout)
+        return program(options)
+    return int(max(spawn(program, options.ranks, (options,), backend=backend, timeout=TIMEOUT, prefix=False)))
+
+
+def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
+    """An argument type: a list of some of the ``known`` names.
+
+    >>> names_of(["ddp", "decode"])("decode,ddp")
+    ['decode', 'ddp']
+    """
+
+    def names(text: str) -> list[str]:
+        chosen = text.split(",")
+        if not set(chosen) <= set(known):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of {' or '.join(known)}")
+        return chosen
+
+    return names
 
 
 def sizes(text: str) -> list[int]:
@@ -21,12 +61,12 @@ def sizes(text: str) -> list[int]:
         return [size(each) for each in text.split(",")]
     low, _, rest = text.partition(":")
     high, _, by = rest.partition("/")
-    found, last, factor = [size(low)], size(high), size(by or "2")
-    if not 0 < found[0] <= last or factor < 2:
+    growing, last, factor = [size(low)], size(high), size(by or "2")
+    if not 0 < growing[0] <= last or factor < 2:
         raise argparse.ArgumentTypeError(f"{text!r} is not an increasing range; write low:high or low:high/factor")
-    while found[-1] * factor <= last:
-        found.append(found[-1] * factor)
-    return found
+    while growing[-1] * factor <= last:
+        growing.append(growing[-1] * factor)
+    return growing
 
 
 def size(text: str) -> int:
@@ -37,10 +77,10 @@ def size(text: str) -> int:
 
 
 def dtype(text: str) -> torch.dtype:
-    found = getattr(torch, text, None)
-    if not isinstance(found, torch.dtype):
+    named = getattr(torch, text, None)
+    if not isinstance(named, torch.dtype):
         raise argparse.ArgumentTypeError(f"{text!r} is not a torch dtype; write float32, bfloat16 or int64")
-    return found
+    return named
 
 
 def positive(text: str) -> int:

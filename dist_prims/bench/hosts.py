@@ -3,8 +3,8 @@
 To be run by a launcher on several hosts. The contenders at each size are gloo's own collective, a group of dist_prims
 for each transport, and a stream: plain TCP that carries only what the busiest link must carry, so no collective can be
 faster. A round trip is a message to the last rank and one back. The table is in Markdown; its ratios are medians
-over the iterations of one run. "busy" is the part of the time of all cores in which they worked, on the host where it
-is largest: near 1, the processors are the limit. It is empty for short runs.
+over the iterations of one run. "busy" is the part of the time of all cores in which they worked, on the host where this
+part is largest: near 1, the processors are the limit. It is empty for short runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ..backend.options import BackendOptions
 from ..launch import init
 from ..schedules.advice import format_bytes, format_duration
-from .arguments import positive, sizes
+from .arguments import names_of, positive, sizes
 from .cases import CASES, MESSAGES, Buffers
 from .measure import Contender, Line, measure
 from .report import environment, write_json
@@ -31,50 +31,48 @@ __all__: list[str] = []
 
 _TRANSPORTS = ("tcp", "ucx", "mpi")
 _NAMES = (*CASES, *MESSAGES)
-_TIMEOUT = 600.0
+_TIMEOUT = 600.0  # seconds of one wait for another rank
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m dist_prims.bench hosts", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--collectives", default=",".join(_NAMES), help="default: all")
+    parser.add_argument("--collectives", type=names_of(_NAMES), default=list(_NAMES), help="default: all")
     parser.add_argument("--sizes", type=sizes, default="64,64K,1M,16M", help="64,64K,1M,16M")
-    parser.add_argument("--transports", default="tcp", help="of tcp, ucx and mpi, each a contender (tcp)")
+    parser.add_argument(
+        "--transports", type=names_of(_TRANSPORTS), default=["tcp"], help="of tcp, ucx and mpi, each a contender (tcp)"
+    )
     parser.add_argument("--iterations", type=positive, default=7)
     parser.add_argument("--json", type=Path, help="write all times")
-    given = parser.parse_args(arguments)
-    for names, known in ((given.collectives, _NAMES), (given.transports, _TRANSPORTS)):
-        for name in names.split(","):
-            if name not in known:
-                parser.error(f"{name!r} is not one of {', '.join(known)}")
+    options = parser.parse_args(arguments)
     hosts = init("gloo", timeout=_TIMEOUT).hosts
     if len(hosts) < 2:
         parser.error("all ranks are on one host; on one machine, ./launch_scripts/netns-hosts.sh makes several")
     torch.set_num_threads(1)
-    return _bench(given, hosts)
+    return _bench(options, hosts)
 
 
-def _bench(given: argparse.Namespace, hosts: Hosts) -> int:
-    transports, collectives = given.transports.split(","), given.collectives.split(",")
+def _bench(options: argparse.Namespace, hosts: Hosts) -> int:
+    """Measure on every rank, and print a row for each collective and size; returns 1 if any element was wrong."""
     facts = environment()
     groups: dict[str, Any] = {
         f"dist_prims over {transport}": dist.new_group(
             backend="dist_prims", pg_options=BackendOptions(transport=transport)
         )
-        for transport in transports
+        for transport in options.transports
     }
     _print(_heading(facts, list(groups)))
     lines: list[Line] = []
-    with Stream.connect(hosts, 2 * max(given.sizes) * max(map(len, hosts)), _TIMEOUT) as stream:
-        for collective in collectives:
-            for nbytes in given.sizes[: 1 if collective == "barrier" else None]:
+    with Stream.connect(hosts, 2 * max(options.sizes) * max(map(len, hosts)), _TIMEOUT) as stream:
+        for collective in options.collectives:
+            for nbytes in options.sizes[: 1 if collective == "barrier" else None]:
                 limit = _limit(stream, collective, least_bytes(collective, nbytes, hosts))
-                found = measure(collective, nbytes, [], iterations=given.iterations, groups=groups, more=limit)
-                _print(_row(collective, nbytes, found))
-                lines += found
+                of_size = measure(collective, nbytes, [], iterations=options.iterations, groups=groups, more=limit)
+                _print(_row(collective, nbytes, of_size))
+                lines += of_size
     wrong = sum(line.wrong for line in lines)
     _print(f"\nWrong elements: {wrong}")
-    if given.json and dist.get_rank() == 0:
-        write_json(given.json, facts, lines)
+    if options.json and dist.get_rank() == 0:
+        write_json(options.json, facts, lines)
     return int(wrong > 0)
 
 
@@ -84,6 +82,8 @@ def _print(text: str) -> None:
 
 
 def _limit(stream: Stream, collective: str, nbytes: int) -> Any:
+    """The argument ``more`` of ``measure``: a contender that sends ``nbytes`` over the stream."""
+
     def make(buffers: Buffers) -> Mapping[str, Contender]:
         carry = Contender(lambda _: stream.carry(nbytes, collective in ONE_WAY), buffers, checked=False)
         return {"stream": carry}

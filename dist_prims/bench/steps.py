@@ -28,28 +28,27 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from ..launch import detect, init, spawn
 from ..training import GradientAverager
-from .arguments import positive
+from .arguments import names_of, positive, run_on_ranks
 from .report import environment
 
 __all__: list[str] = []
 
-_SECONDS, _WAIT_SECONDS = 3600.0, 300.0  # limits of the whole run, and of one wait for another rank
+_WAIT_SECONDS = 300.0  # limit of one wait for another rank
 _NONE, _NOOP, _AVERAGER, _GROUPS = "none", "noop", "averager", ("gloo", "dist_prims")
 _WORKS = ("ddp", "decode")
-_HEAD = 64
+_HEAD = 64  # columns of an attention head
 _VOCABULARY = 256
 
 
 class MeasuredWork(Protocol):
     """The work that is timed: in each round every contender runs once, on the same data."""
 
-    what: str
-    unit: str
+    what: str  # its name in the report
+    unit: str  # what the report gives times of: a step, a token
     units: int  # in one run
     contenders: list[str]
-    barrier_group: dist.ProcessGroup | None
+    barrier_group: dist.ProcessGroup | None  # its barrier separates the runs
 
     def prepare(self, round: int) -> None: ...
 
@@ -83,11 +82,13 @@ class Table:
         return self.exposed(contender) / self.exposed(other) if self.exposed(other) > 0 else float("nan")
 
     def as_dict(self) -> dict[str, Any]:
-        found = {name: {"median": self.median(name), "exposed": self.exposed(name)} for name in self.seconds}
-        return {**asdict(self), "contenders": found}
+        contenders = {name: {"median": self.median(name), "exposed": self.exposed(name)} for name in self.seconds}
+        return {**asdict(self), "contenders": contenders}
 
 
 def measure(work: MeasuredWork, rounds: int, warmup: int = 2) -> Table:
+    """Time ``rounds`` rounds of the work, after ``warmup`` rounds that are not timed. Every rank must call it."""
+    # 1. In each round another contender is the first, so that none is always behind the same other one.
     seconds: dict[str, list[float]] = {name: [] for name in work.contenders}
     right = True
     for round in range(-warmup, rounds):
@@ -100,18 +101,19 @@ def measure(work: MeasuredWork, rounds: int, warmup: int = 2) -> Table:
             if round >= 0:
                 seconds[name].append(time.perf_counter() - began)
         right &= work.agree()
+    # 2. A run takes as long as its slowest rank, and is right if all ranks find it right.
     slowest = torch.tensor([*seconds.values()], dtype=torch.float64)
-    everywhere = torch.tensor(int(right))
+    right_everywhere = torch.tensor(int(right))
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+    dist.all_reduce(right_everywhere, dist.ReduceOp.MIN)
     by_name = dict(zip(seconds, slowest.tolist(), strict=True))
-    return Table(work.what, work.unit, work.units, by_name, bool(everywhere))
+    return Table(work.what, work.unit, work.units, by_name, bool(right_everywhere))
 
 
 class MeasuredTraining:
-    """Steps of SGD on linear layers. The gradients of the groups must agree with each other in every step, which all
-    begin with the same weights. In the first step, when all ranks still have the same model, they must equal the mean
-    of the gradients of single ranks."""
+    """Steps of SGD on linear layers. All contenders begin each step with the same weights, and the gradients of the
+    groups must agree with each other. In the first step, when all ranks still have the same model, the gradients must
+    equal the mean of the gradients of single ranks."""
 
     what, unit, units = "ddp", "step", 1
 
@@ -143,41 +145,41 @@ class MeasuredTraining:
         self.optimizers[contender].step()
 
     def agree(self) -> bool:
-        found = {name: _gradients(self.models[name]) for name in (*self.names, _AVERAGER)}
-        wanted = found[self.names[0]]
+        gradients = {name: _gradients(self.models[name]) for name in (*self.names, _AVERAGER)}
+        expected = gradients[self.names[0]]
         if self.first:
-            wanted = _gradients(self.models[_NONE])
-            for gradient in wanted:
+            expected = _gradients(self.models[_NONE])
+            for gradient in expected:
                 dist.all_reduce(gradient)
                 gradient /= dist.get_world_size()
         self.first = False
-        return all(_close(own, right) for each in found.values() for own, right in zip(each, wanted, strict=True))
+        return all(_close(own, mean) for each in gradients.values() for own, mean in zip(each, expected, strict=True))
 
 
 def _layers(layers: int, width: int) -> torch.nn.Sequential:
     """The same layers on every rank, initialized so that neither values nor gradients vanish."""
     random = torch.Generator().manual_seed(0)
-    found = [torch.nn.Linear(width, width) for _ in range(layers)]
-    for layer in found:
+    linear = [torch.nn.Linear(width, width) for _ in range(layers)]
+    for layer in linear:
         torch.nn.init.kaiming_uniform_(layer.weight, nonlinearity="relu", generator=random)
         torch.nn.init.zeros_(layer.bias)
-    return torch.nn.Sequential(*(part for layer in found for part in (layer, torch.nn.ReLU())))
+    return torch.nn.Sequential(*(part for layer in linear for part in (layer, torch.nn.ReLU())))
 
 
 def _gradients(model: torch.nn.Module) -> list[torch.Tensor]:
     return [each.grad for each in model.parameters() if each.grad is not None]
 
 
-def _close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+def _close(value: torch.Tensor, expected: torch.Tensor) -> bool:
     """Compare relative to the largest element: orders of addition differ, and rounding errors grow with the steps."""
-    return bool((found - wanted).abs().max() <= 1e-3 * wanted.abs().max())
+    return bool((value - expected).abs().max() <= 1e-3 * expected.abs().max())
 
 
 class Decoding:
     """Greedy decoding of a transformer, batch 1, whose heads and inner columns are split over the ranks: two
-    all-reduces a layer, of ``4 * hidden`` bytes. Each run decodes ``tokens`` tokens from a filled cache. The states of
-    all ranks must have the same bits. Between the groups only the first state of a run is compared, because rounding
-    may change the choice of a token."""
+    all-reduces a layer, of ``4 * hidden`` bytes. Each run decodes ``tokens`` tokens behind a cache of ``context``
+    tokens. The states of all ranks must have the same bits. Between the groups only the first state of a run is
+    compared, because rounding may change the choice of a token."""
 
     what, unit = "decode", "token"
 
@@ -248,8 +250,8 @@ class _Layer:
         projected = functional.linear(_norm(state), self.query_key_value).view(3, self.heads, 1, _HEAD)
         self.keys[:, position], self.values[:, position] = projected[1, :, 0], projected[2, :, 0]
         keys, values = self.keys[:, : position + 1], self.values[:, : position + 1]
-        found = functional.scaled_dot_product_attention(projected[0], keys, values)
-        return functional.linear(found.flatten(), self.out)
+        attended = functional.scaled_dot_product_attention(projected[0], keys, values)
+        return functional.linear(attended.flatten(), self.out)
 
     def perceptron(self, state: torch.Tensor) -> torch.Tensor:
         """This rank's addend of the output."""
@@ -260,16 +262,7 @@ def _norm(state: torch.Tensor) -> torch.Tensor:
     return functional.rms_norm(state, state.shape)
 
 
-_COLUMNS = (
-    ("what", 8),
-    ("contender", 12),
-    ("unit", 7),
-    ("ms", 10),
-    ("least ms", 10),
-    ("per s", 8),
-    ("exposed ms", 12),
-    ("vs gloo", 9),
-)
+_COLUMNS = {"what": 8, "contender": 12, "unit": 7, "ms": 10, "least ms": 10, "per s": 8, "exposed ms": 12, "vs gloo": 9}
 
 
 def report(facts: Mapping[str, Any], tables: Iterable[Table]) -> str:
@@ -287,7 +280,7 @@ def report(facts: Mapping[str, Any], tables: Iterable[Table]) -> str:
     """
     lines = ["# steps: " + ", ".join(f"{name} {value}" for name, value in facts.items())]
     lines.append("# ms: median; exposed: median minus the median of none; vs gloo: exposed divided by gloo's")
-    lines.append("#" + "".join(name.rjust(width) for name, width in _COLUMNS)[1:])
+    lines.append("#" + "".join(name.rjust(width) for name, width in _COLUMNS.items())[1:])
     tables = list(tables)
     for table in tables:
         for name in table.seconds:
@@ -297,42 +290,31 @@ def report(facts: Mapping[str, Any], tables: Iterable[Table]) -> str:
             cells += "-", "-"
             if name != _NONE:
                 cells[-2:] = f"{table.exposed(name) * 1e3:.3f}", f"{table.ratio(name):.2f}"
-            lines.append("".join(cell.rjust(width) for cell, (_, width) in zip(cells, _COLUMNS, strict=True)))
+            lines.append("".join(cell.rjust(width) for cell, width in zip(cells, _COLUMNS.values(), strict=True)))
     lines += [f"# {table.what}: results {'agree' if table.agree else 'DIFFER'}" for table in tables]
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    given = _parser().parse_args(arguments)
-    if detect().size != 1:
-        init(timeout=_WAIT_SECONDS)
-        return _bench(given)
-    return int(max(spawn(_bench, given.ranks, (given,), timeout=_SECONDS, prefix=False)))
+    return run_on_ranks(_bench, _parser().parse_args(arguments), wait_timeout=_WAIT_SECONDS)
 
 
-def _bench(given: argparse.Namespace) -> int:
+def _bench(options: argparse.Namespace) -> int:
     """Run the benchmark on every rank; returns 1 if any result is wrong."""
     torch.set_num_threads(1)
     facts = environment()
     groups = {name: dist.new_group(backend=name, timeout=timedelta(seconds=_WAIT_SECONDS)) for name in _GROUPS}
     tables = []
-    for what in given.what:
-        work: MeasuredWork = MeasuredTraining(groups, width=given.width) if what == "ddp" else Decoding(groups)
-        tables.append(measure(work, given.steps))
+    for what in options.what:
+        work: MeasuredWork = MeasuredTraining(groups, width=options.width) if what == "ddp" else Decoding(groups)
+        tables.append(measure(work, options.steps))
         del work  # frees a model for each contender
     if dist.get_rank() == 0:
         print(report(facts, tables), flush=True)
-        if given.json:
-            found = {"environment": facts, "tables": [table.as_dict() for table in tables]}
-            given.json.write_text(json.dumps(found, indent=1))
+        if options.json:
+            results = {"environment": facts, "tables": [table.as_dict() for table in tables]}
+            options.json.write_text(json.dumps(results, indent=1))
     return int(not all(table.agree for table in tables))
-
-
-def _works(text: str) -> list[str]:
-    names = text.split(",")
-    if not set(names) <= set(_WORKS):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of {' or '.join(_WORKS)}")
-    return names
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -341,7 +323,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--steps", type=positive, default=20, help="runs of each contender: 1 step or 16 tokens each (20)"
     )
-    parser.add_argument("--what", type=_works, default=list(_WORKS), help="ddp, decode or both (ddp,decode)")
+    parser.add_argument("--what", type=names_of(_WORKS), default=list(_WORKS), help="ddp, decode or both (ddp,decode)")
     parser.add_argument(
         "--width", type=positive, default=1024, help="of the 24 layers of ddp: 1024 is 100 MB of gradients, 512 25 MB"
     )
