@@ -21,13 +21,12 @@ def run_on_ranks(
     backend: str | None = None,
     wait_timeout: float = TIMEOUT,
 ) -> int:
-    """Run ``program(options)`` on the ranks of a launcher, or on ``options.ranks`` ranks started here without one.
+    """Run ``program(options)`` on the ranks of a launcher and return its result, or, without a launcher, start
+    ``options.ranks`` ranks and return the largest result.
 
     Args:
-        backend: of the default group; None: gloo, or dist_prims where it can be used, as ``init`` chooses.
+        backend: of the default group; None: as ``init`` chooses.
         wait_timeout: seconds that a rank of a launcher waits for another rank.
-
-    Returns the largest result of the ranks that were started here, or the result of this rank.
     """
     if detect().size != 1:
         init(backend, timeout=wait_timeout)

@@ -2,8 +2,12 @@
 
 Then the predicted time of every all_reduce algorithm is compared with the measured time.
 
-A probe is a schedule of a few steps in which ranks only exchange a chunk; the executor of the collectives runs it. The
-time of a step is the time of a call with many steps minus the time of a call without steps.
+A *probe* is a schedule of a few steps in which ranks only exchange a chunk; the executor of the collectives runs it.
+The time of a step is the time of a call with many steps minus the time of a call without steps, divided by the steps. A
+*trial* is an all_reduce by a schedule of the comparison. Times are seconds, and of the slowest rank.
+
+The costs: ``alpha`` is the time of a message, ``beta`` the time of a byte, ``gamma`` the time of adding a byte;
+``inner`` within a host and ``outer`` between hosts; ``processor`` what a message between hosts takes of a core.
 
     probe                       measures
     256 bytes, one pair         alpha, within a host and between hosts
@@ -28,7 +32,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,7 +50,7 @@ from ..schedules.contract import contract
 from ..schedules.cost import seconds
 from ..schedules.host_order import HostOrder
 from ..schedules.program import RankSchedule
-from ..schedules.recommend import Candidate, recommend
+from ..schedules.recommend import recommend
 from ..schedules.schedule import Schedule
 from ..schedules.steps import Step, Steps
 from ..schedules.topology import Topology
@@ -59,7 +63,7 @@ Ints = NDArray[np.int64]
 T = TypeVar("T")
 
 _CPU = torch.device("cpu")
-# Bytes of a message in a probe, and steps. A byte of a message of a usual length takes a core longer than one of a
+# Bytes of a message in a probe, and steps. A byte of a message of usual length takes a core longer than a byte of a
 # stream of many MB, so `processor` is measured with a length that schedules use.
 _SMALL, _USUAL, _LARGE = 256, 256 << 10, 4 << 20
 _STEPS = {_SMALL: 32, _USUAL: 4, _LARGE: 2}
@@ -73,34 +77,38 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--sizes", type=sizes, default="64K:64M/4", help="sizes of the comparison (64K:64M/4)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of the comparison; 0: calibrate only (5)")
     parser.add_argument("--output", type=Path, default=CALIBRATION.file(), help="the file that new groups read")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     placement = init("dist_prims", timeout=600)
     if dist.get_world_size() < 2:
         parser.error("one rank sends nothing: start it with 2 or more, torchrun ... -m dist_prims.bench calibrate")
-    if problem := _from_rank_0(_not_writable(given.output)):
+    if problem := _from_rank_0(_write_problem(options.output)):
         parser.error(problem)
     torch.set_num_threads(1)
+    # 1. The probes alone: first costs, by which the trials are chosen.
     bench = _Bench(placement.hosts)
     probes = _Probes(bench)
     bench.measure(probes.every, _ROUNDS)
-    trials: list[_Trial] = []
-    if given.rounds:
-        candidates = _candidates(probes.costs(), bench.order.hosts, given.sizes)
-        trials = [_Trial(each.schedule, each.segments, nbytes, each.name) for nbytes, each in candidates]
+    # 2. The probes again, in turn with the trials.
+    trials: list[_Timed] = []
+    if options.rounds:
+        costs, hosts = probes.costs(), bench.order.hosts
+        trials = [trial for nbytes in options.sizes for trial in _trials(costs, hosts, nbytes)]
         for probe in probes.every:
             probe.times.clear()
-        repetitions = math.ceil(_ROUNDS / given.rounds)
-        bench.measure([*repetitions * probes.every, *trials], given.rounds)
-    found = probes.costs()
+        repetitions = math.ceil(_ROUNDS / options.rounds)
+        bench.measure([*repetitions * probes.every, *trials], options.rounds)
+    # 3. The costs, and the comparison.
+    costs = probes.costs()
     if bench.rank == 0:
-        print(f"# {', '.join(f'{key} {value}' for key, value in found.items())}")
-        print(f"# written to {CALIBRATION.write(found, given.output)}", flush=True)
+        print(f"# {', '.join(f'{key} {value}' for key, value in costs.items())}")
+        print(f"# written to {CALIBRATION.write(costs, options.output)}", flush=True)
     if trials:
-        _compare(bench, found, trials, given.rounds)
+        _compare(bench, costs, trials, options.rounds)
     return 0
 
 
-def _not_writable(path: Path | None) -> str:
+def _write_problem(path: Path | None) -> str:
+    """Why the file cannot be written; empty if it can."""
     try:
         CALIBRATION.check_writable(path)
     except OSError as error:
@@ -110,45 +118,34 @@ def _not_writable(path: Path | None) -> str:
 
 @dataclass
 class _Timed:
-    """An all_reduce of ``nbytes`` by a schedule, and the seconds of each repetition."""
+    """An all_reduce that is timed: a trial, which has a name, or a probe, which has steps to divide its time by."""
 
     schedule: Schedule
     segments: int
     nbytes: int
-    times: list[float] = field(default_factory=list, init=False)
+    name: str = ""
+    steps: int = 0
+    times: list[float] = field(default_factory=list, init=False)  # of each repetition
 
     @property
     def seconds(self) -> float:
         return statistics.median(self.times)
 
-
-@dataclass
-class _Probe(_Timed):
-    steps: int
-
-
-@dataclass
-class _Trial(_Timed):
-    name: str
-
     def __str__(self) -> str:
         return f"{self.name} x{self.segments}"
 
-    def predicted(self, topology: Topology, call: float) -> float:
-        return call + seconds(self.schedule, self.nbytes, topology, self.segments)
-
 
 class _Bench:
-    """The default group's all_reduce, run by any schedule and timed."""
+    """The default group's all_reduce, run by any schedule and timed. Every rank must make the same calls."""
 
     def __init__(self, hosts: tuple[tuple[int, ...], ...]) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        names = [next(str(number) for number, ranks in enumerate(hosts) if rank in ranks) for rank in range(self.size)]
-        self.order = HostOrder.of(names)
+        host_of = {rank: number for number, ranks in enumerate(hosts) for rank in ranks}
+        self.order = HostOrder.of([host_of[rank] for rank in range(self.size)])
         self.backend: Any = backend_of(default_group(), _CPU)
 
     def measure(self, every: Sequence[_Timed], rounds: int) -> None:
-        """Time each of these calls in each round."""
+        """Time each of these calls in each round; the seconds are added to its ``times``."""
         tensors = {nbytes: torch.zeros(nbytes // 4) for nbytes in {each.nbytes for each in every}}
         for number in range(rounds):
             # in another order each time, the same on all ranks: a call after one of another size takes longer
@@ -158,25 +155,24 @@ class _Bench:
 
     def time(self, schedule: Schedule, segments: int, tensor: torch.Tensor) -> float:
         """The seconds of one call by the schedule on the slowest rank."""
-        self.pin(schedule, segments)
+        # 1. The backend uses the schedule for every all_reduce, until it is told otherwise in step 3.
+        pinned = RankSchedule.of(self.order.renumbered(schedule), self.rank, "probe", segments, high=1 << 62)
+        self.backend.pin("all_reduce", "probe", lambda root: [pinned])
+        # 2. The first call converts the schedule; the second one is timed.
         dist.all_reduce(tensor)
         dist.barrier()
         began = time.perf_counter()
         dist.all_reduce(tensor)
         spent = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+        # 3. The backend's own choice of a schedule again.
         self.backend.pin("all_reduce", "", None)
         dist.all_reduce(spent, dist.ReduceOp.MAX)
         return float(spent)
 
-    def pin(self, schedule: Schedule, segments: int) -> None:
-        """Make every following all_reduce use the schedule."""
-        probe = RankSchedule.of(self.order.renumbered(schedule), self.rank, "probe", segments, high=1 << 62)
-        self.backend.pin("all_reduce", "probe", lambda root: [probe])
-
 
 def _exchange(size: int, src: Ints | list[int], dst: Ints | list[int], steps: int, reduce: bool = False) -> Schedule:
-    """A schedule in which src[i] sends its chunk to dst[i] in each of ``steps`` steps; its result has no meaning."""
-
+    """A schedule of ``size`` ranks in which src[i] sends its chunk to dst[i] in each of ``steps`` steps, where dst[i]
+    adds it if ``reduce``, or else stores it in a spare chunk. Its result has no meaning."""
     nth = [list(dst[:number]).count(to) for number, to in enumerate(dst)]  # a rank with several senders: a chunk each
     into = np.zeros(len(dst), np.int64) if reduce else 1 + np.array(nth, np.int64)
     scratch = 1 + max(nth, default=0)
@@ -189,17 +185,17 @@ def _exchange(size: int, src: Ints | list[int], dst: Ints | list[int], steps: in
 
 
 class _Probes:
-    """The probes: exchanges between ranks, which are numbered host by host."""
+    """The probes: exchanges between ranks, which are numbered host by host; and the costs that their times show."""
 
     def __init__(self, bench: _Bench) -> None:
-        self.bench, self.hosts = bench, np.array(bench.order.hosts)
+        self.bench, self.hosts = bench, np.array(bench.order.hosts)  # the number of ranks of each host
         self.ranks = np.arange(bench.size)
-        self.first = np.cumsum((0, *self.hosts[:-1]))
-        self.host = np.repeat(np.arange(len(self.hosts)), self.hosts)
-        self.most = int(self.hosts.max())  # ranks on a host
+        self.first = np.cumsum((0, *self.hosts[:-1]))  # the first rank of each host
+        self.host = np.repeat(np.arange(len(self.hosts)), self.hosts)  # the host of each rank
+        self.most = int(self.hosts.max())  # the ranks of the host with the most
         boots = gather_values(boot_id(), None)
         self.one_machine = len(set(boots)) == 1 and len(self.hosts) > 1
-        self.probes = {"nothing": _Probe(_exchange(bench.size, [], [], 0), 1, _SMALL, 0)}
+        self.probes = {"nothing": _Timed(_exchange(bench.size, [], [], 0), 1, _SMALL)}
         self._add("small from all", self.ranks, self._neighbours(int(len(self.hosts) > 1)), _SMALL)
         if self.most > 1:
             self._add_inside()
@@ -207,50 +203,52 @@ class _Probes:
             self._add_between()
 
     @property
-    def every(self) -> list[_Probe]:
+    def every(self) -> list[_Timed]:
         return list(self.probes.values())
 
     def costs(self) -> dict[str, Any]:
-        """The costs on every rank; quantities that cannot be measured stay assumed."""
-        found: dict[str, Any] = {"call": self.probes["nothing"].seconds, **ASSUMED}
+        """The costs, the same on every rank; quantities that cannot be measured stay assumed."""
+        costs: dict[str, Any] = {"call": self.probes["nothing"].seconds, **ASSUMED}
         if self.most > 1:
-            found |= self.inside()
+            costs |= self._inside()
         if len(self.hosts) > 1:
-            found |= self.between()
+            costs |= self._between()
+        # Ranks that share cores send slower together than one pair alone: the ratio shows how many run at a time.
         sharing = self.bench.size if self.one_machine else self.most
-        alone = found["outer" if len(self.hosts) > 1 else "inner"]["alpha"]
-        slowdown = self.step("small from all") / max(alone, 1e-9)
+        alone = costs["outer" if len(self.hosts) > 1 else "inner"]["alpha"]
+        slowdown = self._step("small from all") / max(alone, 1e-9)
         cores = min(os.cpu_count() or 1, max(1, round(sharing / max(slowdown, 1.0))))
         if len(self.hosts) > 1:
-            found["processor"] = self.processor(found["outer"], sharing, cores)
-        return _from_rank_0({**found, "one_machine": self.one_machine, "cores": cores})
+            by_link = costs["outer"]["alpha"] + _USUAL * self.most * costs["outer"]["beta"]
+            small, usual = self._step("small from all"), self._step("usual from all")
+            costs["processor"] = _processor(small, usual, by_link, cores / sharing)
+        return _from_rank_0({**costs, "one_machine": self.one_machine, "cores": cores})
 
-    def step(self, name: str) -> float:
+    def _step(self, name: str) -> float:
         """The seconds of one step of a probe."""
         probe = self.probes[name]
         return max(probe.seconds - self.probes["nothing"].seconds, 0.0) / probe.steps
 
-    def inside(self) -> dict[str, Any]:
-        alpha, moved, folded = (self.step(name) for name in ("small inside", "large inside", "reduced inside"))
-        beta, gamma = max(moved - alpha, 0.0) / _LARGE, max(folded - moved, 0.0) / _LARGE
+    def _inside(self) -> dict[str, Any]:
+        """The costs within a host."""
+        alpha, copied, added = (self._step(name) for name in ("small inside", "large inside", "reduced inside"))
+        beta, gamma = max(copied - alpha, 0.0) / _LARGE, max(added - copied, 0.0) / _LARGE
         return {"inner": {"alpha": alpha, "beta": beta}, "gamma": gamma}
 
-    def between(self) -> dict[str, Any]:
-        alpha, one_way, one = (self.step(name) for name in ("small between", "one way", "large to one"))
+    def _between(self) -> dict[str, Any]:
+        """The costs between hosts. ``congestion``: what a byte costs more if a host sends to all others at once."""
+        alpha, one_way, to_one = (self._step(name) for name in ("small between", "one way", "large to one"))
         beta = max(one_way - alpha, 0.0) / (_LARGE * self.most)
-        congestion = 0.0
-        if others := len(self.hosts) - 2:
-            congestion = max(self.step("large to each") / (others + 1) - one, 0.0) / (_LARGE * self.most)
+        congestion, receivers = 0.0, len(self.hosts) - 1
+        if receivers > 1:
+            congestion = max(self._step("large to each") / receivers - to_one, 0.0) / (_LARGE * self.most)
         return {"outer": {"alpha": alpha, "beta": beta}, "congestion": congestion}
-
-    def processor(self, outer: dict[str, float], sharing: int, cores: int) -> dict[str, float]:
-        by_link = outer["alpha"] + _USUAL * self.most * outer["beta"]
-        return _processor(self.step("small from all"), self.step("usual from all"), by_link, cores / sharing)
 
     def _add(self, name: str, src: Ints, dst: Ints, nbytes: int, reduce: bool = False) -> None:
         """Add a probe in each step of which each rank of ``src`` sends ``nbytes`` to the rank in ``dst``."""
         steps = _STEPS[nbytes]
-        self.probes[name] = _Probe(_exchange(self.bench.size, src, dst, steps, reduce), 1, nbytes, steps)
+        schedule = _exchange(self.bench.size, src, dst, steps, reduce)
+        self.probes[name] = _Timed(schedule, 1, nbytes, steps=steps)
 
     def _add_inside(self) -> None:
         pair = self.first[int(self.hosts.argmax())] + np.arange(2)
@@ -292,41 +290,40 @@ def _processor(small: float, usual: float, by_link: float, cores: float) -> dict
     return {"alpha": small * cores, "beta": beta}
 
 
-def _from_rank_0(found: T) -> T:
+def _from_rank_0(value: T) -> T:
     """Rank 0's value on every rank, because all ranks must make the same choices."""
-    return broadcast_value(found, 0, None)
+    return broadcast_value(value, 0, None)
 
 
-def _candidates(
-    found: Mapping[str, Any], hosts: tuple[int, ...], sizes: Sequence[int]
-) -> Iterator[tuple[int, Candidate]]:
-    """The candidates for each size by these costs, the chosen one first."""
-    topology = Topology.measured(hosts, found)
-    for nbytes in sizes:
-        yield from ((nbytes, each) for each in recommend("all_reduce", nbytes, topology).candidates)
+def _trials(costs: Mapping[str, Any], hosts: tuple[int, ...], nbytes: int) -> list[_Timed]:
+    """The schedules for a size, without times; first the schedule that is chosen by these costs."""
+    candidates = recommend("all_reduce", nbytes, Topology.measured(hosts, costs)).candidates
+    return [_Timed(each.schedule, each.segments, nbytes, each.name) for each in candidates]
 
 
-def _compare(bench: _Bench, found: Mapping[str, Any], trials: Sequence[_Trial], rounds: int) -> None:
+def _compare(bench: _Bench, costs: Mapping[str, Any], trials: Sequence[_Timed], rounds: int) -> None:
     """Print predicted beside measured times, and the time of the chosen schedule divided by the best time."""
     if bench.rank == 0:
-        _print(trials, Topology.measured(bench.order.hosts, found), found["call"])
+        _print(trials, Topology.measured(bench.order.hosts, costs), costs["call"])
     for nbytes in dict.fromkeys(trial.nbytes for trial in trials):
-        of = [trial for trial in trials if trial.nbytes == nbytes]
-        best = of[_from_rank_0(min(range(len(of)), key=lambda index: of[index].seconds))]
-        _, chosen = next(_candidates(found, bench.order.hosts, [nbytes]))
-        # The least of many medians is partly luck. So the two are measured again, and only that decides.
-        again = [_Trial(each.schedule, each.segments, nbytes, each.name) for each in (chosen, best)]
-        bench.measure(again, _ROUNDS_AGAIN * rounds)
+        of_size = [trial for trial in trials if trial.nbytes == nbytes]
+        best = of_size[_from_rank_0(min(range(len(of_size)), key=lambda index: of_size[index].seconds))]
+        # The least of many medians is partly luck. So the two schedules are measured again, and only that decides.
+        chosen = _trials(costs, bench.order.hosts, nbytes)[0]
+        best = replace(best)  # without its times
+        bench.measure([chosen, best], _ROUNDS_AGAIN * rounds)
         if bench.rank == 0:
-            ratio = statistics.median(map(float.__truediv__, again[0].times, again[1].times))
-            print(f"# {nbytes:9} bytes: chosen {again[0]}, {ratio:.2f} times the best, {again[1]}", flush=True)
+            ratio = statistics.median(map(float.__truediv__, chosen.times, best.times))
+            print(f"# {nbytes:9} bytes: chosen {chosen}, {ratio:.2f} times the best, {best}", flush=True)
 
 
-def _print(trials: Sequence[_Trial], topology: Topology, call: float) -> None:
+def _print(trials: Sequence[_Timed], topology: Topology, call: float) -> None:
+    """Print a row for each trial; ``call``: the seconds of a call without steps, which a prediction does not
+    contain."""
     print(f"# {'bytes':>9}  {'algorithm':52} {'predicted':>10} {'measured':>10}  error")
     errors = []
     for trial in trials:
-        predicted = trial.predicted(topology, call)
+        predicted = call + seconds(trial.schedule, trial.nbytes, topology, trial.segments)
         errors.append(predicted / trial.seconds - 1)
         times = f"{predicted * 1e3:8.2f} ms {trial.seconds * 1e3:8.2f} ms"
         print(f"{trial.nbytes:11}  {trial!s:52} {times} {errors[-1]:+6.0%}")

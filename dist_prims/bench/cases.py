@@ -26,7 +26,7 @@ Call = Callable[..., Any]
 
 @dataclass
 class Buffers:
-    """The buffers of one rank. Their values depend on ``round``."""
+    """The buffers of one rank in a group of ``size``. Their values depend on the round: the number of the iteration."""
 
     rank: int
     size: int
@@ -39,25 +39,25 @@ class Buffers:
         return ((places + round) % _PERIOD + rank).to(self.input.dtype)
 
     def total(self, round: int, count: int, start: int = 0) -> torch.Tensor:
+        """The sum of the values of all ranks."""
         ranks = self.size * (self.size - 1) // 2
         return (self.value(0, round, count, start) * self.size + ranks).to(self.input.dtype)
 
-    def block(self, of: int) -> torch.Tensor:
+    def block(self, rank: int) -> torch.Tensor:
+        """The part of the output that comes from a rank."""
         length = len(self.output) // self.size
-        return self.output[of * length : (of + 1) * length]
+        return self.output[rank * length : (rank + 1) * length]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One collective: the sizes of its buffers, the call of dist_prims and of the group, and the check of the result.
-
-    ``bus``: the factor from data per second to bytes per second on a link, as in nccl-tests.
-    """
+    """One collective: the sizes of its buffers, how it is called, and the check of the result."""
 
     shape: Callable[[int, int], tuple[int, int]]  # (elements, ranks) to elements of input and output
-    call: Call
-    own: Call
-    wrong: Callable[[Buffers, int], int]
+    call: Call  # of dist_prims, with the arguments of its collectives
+    own: Call  # of a group's own backend, with ``group``
+    wrong: Callable[[Buffers, int], int]  # (buffers, round) to the number of wrong elements on this rank
+    # ranks to the factor from data per second to bytes per second on a link, see nccl-tests
     bus: Callable[[int], float]
     op: str = "none"
 
@@ -69,16 +69,17 @@ def case_of(name: str) -> Case:
 def contenders(
     collective: str, names: list[str], groups: Mapping[str, dist.ProcessGroup | None], **options: Any
 ) -> dict[str, Callable[[Buffers], Any]]:
-    """The collective of each group's backend, then dist_prims by algorithm over the default group."""
+    """The calls to compare, by name: of each group's backend, and of each algorithm in ``names`` over the default
+    group, with these ``options`` of dist_prims."""
     case = case_of(collective)
-    chosen: dict[str, Callable[[Buffers], Any]] = {
+    calls: dict[str, Callable[[Buffers], Any]] = {
         name: functools.partial(case.own, group=group) for name, group in groups.items()
     }
-    return chosen | {name: functools.partial(case.call, algorithm=name, **options) for name in names}
+    return calls | {name: functools.partial(case.call, algorithm=name, **options) for name in names}
 
 
-def _differ(found: torch.Tensor, expected: torch.Tensor) -> int:
-    return int((found != expected).sum())
+def _differ(result: torch.Tensor, expected: torch.Tensor) -> int:
+    return int((result != expected).sum())
 
 
 def _whole(n: int, size: int) -> tuple[int, int]:
@@ -119,16 +120,13 @@ def _wrong_exchange(b: Buffers, round: int) -> int:
     return sum(_differ(b.block(rank), b.value(rank, round, length, b.rank * length)) for rank in range(b.size))
 
 
-def _wrong_reduce(b: Buffers, round: int) -> int:
-    return _wrong_sum(b, round) if b.rank == _ROOT else 0
+def _at_root(wrong: Callable[[Buffers, int], int]) -> Callable[[Buffers, int], int]:
+    """The check of a collective whose result only the root has."""
+    return lambda b, round: wrong(b, round) if b.rank == _ROOT else 0
 
 
 def _wrong_broadcast(b: Buffers, round: int) -> int:
     return _differ(b.input, b.value(_ROOT, round, len(b.input)))
-
-
-def _wrong_gather_to_root(b: Buffers, round: int) -> int:
-    return _wrong_gather(b, round) if b.rank == _ROOT else 0
 
 
 def _wrong_scatter_of_root(b: Buffers, round: int) -> int:
@@ -201,7 +199,7 @@ CASES: dict[str, Case] = {
         _whole,
         lambda b, **how: ours.reduce(b.input, _ROOT, **how),
         lambda b, group: dist.reduce(b.input, _ROOT, group=group),
-        _wrong_reduce,
+        _at_root(_wrong_sum),
         lambda size: 1.0,
         "sum",
     ),
@@ -209,7 +207,7 @@ CASES: dict[str, Case] = {
         _gathered,
         lambda b, **how: ours.gather(b.input, _blocks_of_root(b), _ROOT, **how),
         lambda b, group: dist.gather(b.input, _blocks_of_root(b), _ROOT, group=group),
-        _wrong_gather_to_root,
+        _at_root(_wrong_gather),
         _part,
     ),
     "scatter": Case(

@@ -1,4 +1,4 @@
-"""Timing of contenders side by side, so that disturbances of the machine affect all of them equally.
+"""Timing of contenders (calls that are compared) side by side: disturbances of the machine affect all of them equally.
 
 Each iteration runs every contender once, in an order that rotates by one. Before each run the buffer gets new values
 and the ranks pass a barrier. Small data is called many times in a row, since the barrier would hide the time of one
@@ -23,8 +23,8 @@ from .cases import Buffers, Case, case_of, contenders
 
 __all__: list[str] = []
 
-_SMALL, _CALLS_IN_A_ROW = 64 * 1024, 50
-_LEAST_TICKS = 20  # of all cores: fewer tell nothing
+_SMALL, _CALLS_IN_A_ROW = 64 * 1024, 50  # up to so many bytes, so many calls
+_LEAST_TICKS = 20  # of all cores: fewer are too coarse
 
 
 @dataclass
@@ -33,12 +33,12 @@ class Line:
 
     collective: str
     contender: str
-    nbytes: int
+    nbytes: int  # of the larger buffer of a rank, and its elements
     count: int
     dtype: str
     op: str
-    seconds: list[float] = field(default_factory=list)
-    wrong: int = 0
+    seconds: list[float] = field(default_factory=list)  # of one call, by iteration
+    wrong: int = 0  # elements, on all ranks and in all iterations
     ratio: float = 1.0  # its time divided by the time of the group's own collective
     busy: float | None = None  # of the time of all cores, the part in which they worked; None for short runs
 
@@ -79,8 +79,15 @@ def measure(
     groups: Mapping[str, dist.ProcessGroup | None] | None = None,
     more: Callable[[Buffers], Mapping[str, Contender]] | None = None,
 ) -> list[Line]:
-    """Measure the collective of the default group and of ``groups``, the algorithms ``names``, and the contenders that
-    ``more`` makes from the buffers; the lines are the same on every rank."""
+    """Measure a collective, and return a line for each contender, the same on every rank. Every rank must call it.
+
+    Args:
+        nbytes: the size of the data, as :func:`.stream.least_bytes` counts it; ``dtype``: of its elements.
+        names: the algorithms of dist_prims to measure; ``segment_bytes``: cuts their messages into segments.
+        iterations: None: more for faster runs; ``warmup``: iterations before them.
+        groups: groups whose collective is measured beside the default group's, by the name of the contender.
+        more: makes further contenders from the buffers.
+    """
     # 1. Buffers of the largest length that the case needs on this rank.
     case, size = case_of(collective), dist.get_world_size()
     count = nbytes // dtype.itemsize
@@ -94,14 +101,15 @@ def measure(
     barrier_group = next((group for name, group in all_groups.items() if name != "gloo"), None)  # gloo's is the slowest
     run = _Run(case, calls, barrier_group)
     moved = max(shape) * dtype.itemsize
-    # 3. Rounds, in which each contender runs once. The first one changes, so that none is always after the same.
+    # 3. Rounds, in which each contender runs once. The first one changes, so that none always follows the same other
+    #    one.
     ticks: list[list[Ticks]] = [[] for _ in runs]
     lines = [Line(collective, name, moved, max(shape), str(dtype).removeprefix("torch."), case.op) for name in runs]
     for round in range(-warmup, iterations or iterations_for(nbytes)):
         order = [*range(len(lines))]
         order = order[round % len(order) :] + order[: round % len(order)]
         for number in order:
-            (seconds, used), wrong = run(runs[lines[number].contender], round + number)
+            seconds, used, wrong = run(runs[lines[number].contender], round + number)
             if round >= 0:
                 lines[number].seconds.append(seconds)
                 lines[number].wrong += wrong
@@ -139,7 +147,7 @@ class _Run:
     calls: int
     barrier_group: dist.ProcessGroup | None
 
-    def __call__(self, contender: Contender, round: int) -> tuple[tuple[float, Ticks], int]:
+    def __call__(self, contender: Contender, round: int) -> tuple[float, Ticks, int]:
         """The seconds of a call, the ticks of all calls, and the number of wrong elements. Of calls in a row only the
         first is checked."""
         buffers = contender.buffers
@@ -147,9 +155,10 @@ class _Run:
         buffers.output.zero_()
         timed = self._timed(contender, 1)
         wrong = self.case.wrong(buffers, round) if contender.checked else 0
-        return (self._timed(contender, self.calls) if self.calls > 1 else timed), wrong
+        return *(self._timed(contender, self.calls) if self.calls > 1 else timed), wrong
 
     def _timed(self, contender: Contender, calls: int) -> tuple[float, Ticks]:
+        """The seconds of one call, and the ticks of all calls."""
         dist.barrier(group=self.barrier_group)
         before = Ticks.since_the_start()
         began = time.perf_counter()

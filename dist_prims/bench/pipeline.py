@@ -10,7 +10,7 @@ All contenders use the same micro-batches and share one model. They run in rotat
 slowest rank's times. Columns: *alone* is the rate of a schedule divided by the rate of the ranks alone; *speedup* is
 the rate divided by model_parallel's; *plan* is the time predicted from the plan and the durations of its own
 actions, divided by the measured time; *ceiling* is the share of time in which the plan lets the ranks compute; *held*
-is the peak of the activations that rank 0 holds.
+is the peak of the activations that rank 0 holds between forward and backward.
 """
 
 from __future__ import annotations
@@ -33,29 +33,23 @@ from torch.nn import functional
 
 from .._chart import line_chart
 from ..agreement import broadcast_value
-from ..launch import detect, init, spawn
 from ..models import resnet
 from ..schedules.pipelines import PipelinePlan, Row, draw_gantt, pipeline_plan, pipeline_plans, predict
 from ..training.pipeline import Pipeline
 from ..training.pipeline.action_executor import parts
 from ..training.pipeline.profile import profile
 from ..training.pipeline.split_model import balance, split
-from .arguments import positive
+from .arguments import positive, run_on_ranks
 from .steps import Table, measure
 
 __all__: list[str] = []
 
-_SECONDS = 3600.0
 _ALONE, _BASELINE = "alone", "model_parallel"
 _THEIRS = {"torch gpipe": ScheduleGPipe, "torch 1f1b": Schedule1F1B}
 
 
 def main(arguments: Sequence[str]) -> int:
-    given = _parser().parse_args(arguments)
-    if detect().size != 1:
-        init("dist_prims", timeout=_SECONDS)
-        return bench(given)
-    return int(max(spawn(bench, given.ranks, (given,), timeout=_SECONDS, backend="dist_prims", prefix=False)))
+    return run_on_ranks(bench, _parser().parse_args(arguments), "dist_prims")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,16 +75,16 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(positive, text.split(",")))
 
 
-def bench(given: argparse.Namespace) -> int:
+def bench(options: argparse.Namespace) -> int:
     """Run the benchmark on every rank; returns 1 if a loss or a gradient was wrong."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = getattr(resnet, given.model)(num_classes=1000)
-    num_microbatches = max([given.microbatches] if not given.sweep else given.sweep)
-    cuts = _Cuts(model, torch.randn(max(given.batch // num_microbatches, 1), 3, given.image, given.image))
-    if given.pictures and dist.get_rank() == 0:
-        given.pictures.mkdir(parents=True, exist_ok=True)
-    return _sweep(given, model, cuts) if given.sweep else _compare(given, model, cuts)
+    model = getattr(resnet, options.model)(num_classes=1000)
+    num_microbatches = max([options.microbatches] if not options.sweep else options.sweep)
+    cuts = _Cuts(model, torch.randn(max(options.batch // num_microbatches, 1), 3, options.image, options.image))
+    if options.pictures and dist.get_rank() == 0:
+        options.pictures.mkdir(parents=True, exist_ok=True)
+    return _sweep(options, model, cuts) if options.sweep else _compare(options, model, cuts)
 
 
 class _Cuts:
@@ -111,9 +105,9 @@ class _Work:
     what, unit, units = "pipeline", "step", 1
     barrier_group: dist.ProcessGroup | None = None
 
-    def __init__(self, given: argparse.Namespace, model: torch.nn.Module, plans: dict[str, PipelinePlan], cuts: _Cuts):
-        self.model, self.num_microbatches, self.plans = model, given.microbatches, plans
-        self.shape = (given.batch, 3, given.image, given.image)
+    def __init__(self, options: Any, model: torch.nn.Module, plans: dict[str, PipelinePlan], cuts: _Cuts) -> None:
+        self.model, self.num_microbatches, self.plans = model, options.microbatches, plans
+        self.shape = (options.batch, 3, options.image, options.image)
         self.pipelines = {
             name: Pipeline(cuts(plan.stages), plan, loss=functional.cross_entropy) for name, plan in plans.items()
         }
@@ -124,7 +118,7 @@ class _Work:
             for name, make in _THEIRS.items()
             if dist.get_world_size() > 1
             and self.num_microbatches >= dist.get_world_size()
-            and given.batch % self.num_microbatches == 0
+            and options.batch % self.num_microbatches == 0
         }
         self.contenders = [_ALONE, *self.pipelines, *self.theirs]
         self.losses: dict[str, float] = {}
@@ -169,17 +163,17 @@ class _Work:
 
     def agree(self) -> bool:
         """Whether losses, and in the first round gradients, agree with the unsplit model's, within 1e-5."""
-        wanted = self.gradients.pop(_ALONE, {})
+        expected = self.gradients.pop(_ALONE, {})
         close = all(abs(loss / self.losses[_ALONE] - 1) < 1e-5 for loss in self.losses.values() if not math.isnan(loss))
-        for found in self.gradients.values():
-            close &= all(_relative_error(grad, wanted[name]) < 1e-5 for name, grad in found.items())
+        for gradients in self.gradients.values():
+            close &= all(_relative_error(grad, expected[name]) < 1e-5 for name, grad in gradients.items())
         self.gradients.clear()
         self.first = False
         return close
 
 
-def _relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
+def _relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((value - expected).norm() / expected.norm())
 
 
 def _plans(text: str, num_microbatches: int) -> dict[str, PipelinePlan]:
@@ -190,17 +184,17 @@ def _plans(text: str, num_microbatches: int) -> dict[str, PipelinePlan]:
     }
 
 
-def _compare(given: argparse.Namespace, model: torch.nn.Module, cuts: _Cuts) -> int:
-    plans = _plans(given.schedules, given.microbatches)
-    work = _Work(given, model, plans, cuts)
-    table = measure(work, given.rounds, warmup=1)
-    found = {name: _recorded(work, name, given.rounds) for name in plans}
+def _compare(options: argparse.Namespace, model: torch.nn.Module, cuts: _Cuts) -> int:
+    plans = _plans(options.schedules, options.microbatches)
+    work = _Work(options, model, plans, cuts)
+    table = measure(work, options.rounds, warmup=1)
+    recorded = {name: _recorded(work, name, options.rounds) for name in plans}
     held = {name: _held(work, name) for name in plans}
     if dist.get_rank() == 0:
-        _print(given, table, work, found, held)
-        for name, (rows, *_) in found.items():
-            if given.pictures:
-                _draw(given.pictures / f"{name}.svg", plans[name], rows)
+        _print(options, table, work, recorded, held)
+        for name, (rows, _) in recorded.items():
+            if options.pictures:
+                _draw(options.pictures / f"{name}.svg", plans[name], rows)
     return int(not table.agree)
 
 
@@ -266,48 +260,53 @@ def _held(work: _Work, name: str) -> int:
     return most()
 
 
-def _print(given: Any, table: Table, work: _Work, found: dict[str, Any], held: dict[str, int]) -> None:
+def _print(
+    options: Any, table: Table, work: _Work, recorded: dict[str, tuple[list[Row], float]], held: dict[str, int]
+) -> None:
+    """Print the table of the contenders; ``recorded``: of each plan a step and a ratio; ``held``: bytes."""
     ranks = dist.get_world_size()
     print(
-        f"# {given.model}, batch {given.batch} of {given.image}x{given.image}, {given.microbatches} micro-batches, "
-        f"{ranks} ranks of one thread, torch {torch.__version__}\n"
+        f"# {options.model}, batch {options.batch} of {options.image}x{options.image}, {options.microbatches} "
+        f"micro-batches, {ranks} ranks of one thread, torch {torch.__version__}\n"
         f"# {'':17}{'step':>9}{'rate':>10}{'alone':>8}{'speedup':>9}{'plan':>7}{'ceiling':>9}{'held':>9}"
     )
     alone, baseline = table.median(_ALONE), table.median(_BASELINE)
     for name in table.seconds:
         seconds = table.median(name)
-        images = given.batch * (ranks if name == _ALONE else 1) / seconds
-        line = f"{name:18} {seconds * 1e3:6.0f} ms {images:6.2f}/s {images * alone / (ranks * given.batch):8.3f}"
+        images = options.batch * (ranks if name == _ALONE else 1) / seconds
+        line = f"{name:18} {seconds * 1e3:6.0f} ms {images:6.2f}/s {images * alone / (ranks * options.batch):8.3f}"
         line += f" {baseline / seconds:8.2f}" if name != _ALONE else ""
-        if name in found:
-            rows, ratio = found[name]
+        if name in recorded:
+            rows, ratio = recorded[name]
             line += f" {ratio:6.3f} {predict(work.plans[name], rows).used:8.3f} {held[name] / 2**20:5.0f} MB"
         print(line, flush=True)
     print(f"# losses and gradients {'agree' if table.agree else 'DO NOT AGREE'} with the unsplit model's")
 
 
-def _sweep(given: argparse.Namespace, model: torch.nn.Module, cuts: _Cuts) -> int:
+def _sweep(options: argparse.Namespace, model: torch.nn.Module, cuts: _Cuts) -> int:
     """Sweep over the number of micro-batches, as in PyTorch's tutorial: alone, model parallel, and pipelines."""
     lines: dict[str, list[tuple[float, float]]] = {}
     agree = True
-    for num_microbatches in given.sweep:
-        given.microbatches = num_microbatches
-        work = _Work(given, model, _plans(given.schedules or "1f1b,zb_h1", num_microbatches), cuts)
-        table = measure(work, given.rounds, warmup=1)
+    for num_microbatches in options.sweep:
+        options.microbatches = num_microbatches
+        work = _Work(options, model, _plans(options.schedules or "1f1b,zb_h1", num_microbatches), cuts)
+        table = measure(work, options.rounds, warmup=1)
         agree &= table.agree
         for name in table.seconds:
-            rate = given.batch / table.median(name)
+            rate = options.batch / table.median(name)
             lines.setdefault("one rank alone" if name == _ALONE else name, []).append(
-                (given.batch / num_microbatches, rate)
+                (options.batch / num_microbatches, rate)
             )
         if dist.get_rank() == 0:
             rates = ", ".join(f"{name} {points[-1][1]:.2f}" for name, points in lines.items())
             print(
-                f"{num_microbatches:4} micro-batches of {given.batch / num_microbatches:g}: images a second: {rates}",
+                f"{num_microbatches:4} micro-batches of {options.batch / num_microbatches:g}: images a second: {rates}",
                 flush=True,
             )
-    if dist.get_rank() == 0 and given.pictures:
-        title = f"{given.model}, batch {given.batch} of {given.image}x{given.image}, {dist.get_world_size()} ranks"
+    if dist.get_rank() == 0 and options.pictures:
+        title = (
+            f"{options.model}, batch {options.batch} of {options.image}x{options.image}, {dist.get_world_size()} ranks"
+        )
         lines = {name: sorted(points) for name, points in lines.items()}
-        print(line_chart(given.pictures / "sweep.svg", title, "images of a micro-batch", "images a second", lines))
+        print(line_chart(options.pictures / "sweep.svg", title, "images of a micro-batch", "images a second", lines))
     return int(not agree)

@@ -16,7 +16,7 @@ from ..rendezvous.network import listen, own_address
 __all__: list[str] = []
 
 Hosts = Sequence[Sequence[int]]  # the ranks of each host
-ONE_WAY = ("broadcast", "reduce", "gather", "scatter", "round_trip")
+ONE_WAY = ("broadcast", "reduce", "gather", "scatter", "round_trip")  # one direction of a link carries all data
 
 
 def least_bytes(collective: str, nbytes: int, hosts: Hosts) -> int:
@@ -51,9 +51,10 @@ def least_bytes(collective: str, nbytes: int, hosts: Hosts) -> int:
 
 @dataclass
 class Stream:
-    """The connections of this rank: to the first rank of the next host and from that of the host before, if any."""
+    """The connections of this rank: to the first rank of the next host, and from the first rank of the host before.
+    A rank that is not the first of its host has none."""
 
-    position: int | None = None  # among the hosts; None: this rank is not the first of its host
+    position: int | None = None  # the number of the host; None: this rank is not its first
     to_next: socket.socket | None = None
     from_last: socket.socket | None = None
     buffers: tuple[bytearray, bytearray] = (bytearray(), bytearray())
@@ -62,7 +63,7 @@ class Stream:
     @classmethod
     @contextlib.contextmanager
     def connect(cls, hosts: Hosts, most: int, timeout: float) -> Iterator[Stream]:
-        """Make the connections for up to ``most`` bytes at a time. Every rank must call it."""
+        """Make the connections for up to ``most`` bytes at a time; ``timeout``: seconds. Every rank must call it."""
         rank, firsts = dist.get_rank(), [ranks[0] for ranks in hosts]
         with contextlib.ExitStack() as sockets:
             listening = sockets.enter_context(listen(own_address()))
@@ -82,7 +83,7 @@ class Stream:
             yield cls(position, to_next, from_last, buffers, timeout)
 
     def carry(self, nbytes: int, one_way: bool) -> None:
-        """Send so many bytes: one way from the first host to the second, otherwise from every host to the next."""
+        """Send ``nbytes``: if ``one_way`` from the first host to the second, otherwise from every host to the next."""
         if self.to_next is None or self.from_last is None:
             return
         outgoing, incoming = (memoryview(each)[:nbytes] for each in self.buffers)

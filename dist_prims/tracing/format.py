@@ -23,7 +23,7 @@ COUNTER = struct.Struct("<Q")
 # The fields of an event, and their types in the code that both ``struct`` and NumPy read. Times are nanoseconds of
 # CLOCK_MONOTONIC; ``sequence`` is the number of the call; ``peer`` and ``step`` are -1 where there is none; ``group``
 # and ``name`` are numbers of texts. Between ``failed`` and ``kind``, the last byte of the slot, 5 bytes are unused.
-EVENT_FIELDS = ("begin", "end", "bytes", "sequence", "peer", "step", "thread", "group", "name", "segment")
+EVENT_FIELDS: tuple[str, ...] = ("begin", "end", "bytes", "sequence", "peer", "step", "thread", "group", "name", "segment")
 EVENT_FIELDS += ("collective", "dtype", "op", "failed", "kind")
 EVENT_TYPES = "qqQQiiIIIHBBBBB"
 EVENT = struct.Struct(f"<{EVENT_TYPES[:-1]}5x{EVENT_TYPES[-1]}")
