@@ -87,19 +87,16 @@ LATE_IMPORTS = {
     "torch_compat.py": "a module of torch that many programs do not need",
     "stand_in.py": "`import torch` imports it, and few programs need it",
     "tracing/clock.py": "`fcntl` exists on POSIX systems only, and traces are read everywhere",
-    "training/gradients/compressor_choice.py": "many programs need no compressor",
 }
 # The same within dist_prims/training.
 TRAINING = {
     "incremental_reduce": set(),
-    "compressor": {"incremental_reduce"},
     "group_duplicates": set(),
     "mixed_precision": set(),
-    "compression": {"compressor"},
+    "compression": {"incremental_reduce"},
     "state_transfer": set(),
     "gradients": {
         "compression",
-        "compressor",
         "group_duplicates",
         "incremental_reduce",
         "mixed_precision",

@@ -13,17 +13,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
 from ...agreement import gather_rows
+from .compressor import Bucket
 from .stages import Staged, wide
-
-if TYPE_CHECKING:
-    from ..compressor import Bucket
 
 __all__: list[str] = []
 

@@ -16,16 +16,14 @@ of processor, the same torch and as many threads.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ...collectives.flat import cut
+from .compressor import Bucket
 from .stages import Staged, wide
-
-if TYPE_CHECKING:
-    from ..compressor import Bucket
 
 __all__: list[str] = []
 

@@ -18,16 +18,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from ...agreement import check_same
+from .compressor import Bucket
 from .feedback import Feedback
-
-if TYPE_CHECKING:
-    from ..compressor import Bucket
 
 __all__: list[str] = []
 

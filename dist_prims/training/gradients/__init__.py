@@ -1,6 +1,6 @@
 """Gradients averaged while the backward pass still runs; see ``averager``."""
 
-from ..compressor import Bucket, Compressor
+from ..compression.compressor import Bucket, Compressor
 from .averager import GradientAverager
 
 __all__ = ["Bucket", "Compressor", "GradientAverager"]

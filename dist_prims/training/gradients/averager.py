@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 from ...collectives.call import group_of
 from ...torch_compat import graph_task_id, knows_group
-from ..compressor import Compressor, Exact
+from ..compression.compressor import Compressor, Exact
 from ..group_duplicates import duplicate, end_groups, ranks_of
 from ..mixed_precision import agree_on_overflow, unscale
 from ..state_transfer import broadcast_coalesced

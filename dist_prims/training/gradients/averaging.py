@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 import torch
 import torch.distributed as dist
 
-from ..compressor import Compressor, Exact
+from ..compression.compressor import Compressor, Exact
 from .bucket_sender import BucketSender
 from .gradient_presence import DENSE, FROZEN, NONE, SPARSE, Agreement, Verdict, kind_of
 from .sparse import sparse_mean

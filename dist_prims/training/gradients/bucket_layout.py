@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ...backend import empty
 from ...torch_compat import backend_of
-from ..compressor import Bucket
+from ..compression.compressor import Bucket
 
 __all__: list[str] = []
 

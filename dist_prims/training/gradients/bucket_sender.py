@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ...tracing import format as fmt
 from ...tracing import recorder
 from ...tracing.session import begin_from_environment
-from ..compressor import Compressor, Exact
+from ..compression.compressor import Compressor, Exact
 from ..incremental_reduce import IncrementalSum
 from .bucket_layout import BucketLayout, lay_out, our_backend, plan
 
@@ -26,7 +26,7 @@ class BucketSender:
     """The buckets of a model, and which of their gradients have arrived in this backward pass.
 
     >>> weight = torch.ones(2, requires_grad=True)
-    >>> from ..compressor import Exact
+    >>> from ..compression.compressor import Exact
     >>> sender = BucketSender([weight], Exact(), 2**20, dist.group.WORLD)
     >>> sender.follow([0])
     >>> weight.grad = torch.ones(2)

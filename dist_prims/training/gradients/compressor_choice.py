@@ -6,7 +6,8 @@ import weakref
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from ..compressor import Compressor, Exact
+from ..compression import make
+from ..compression.compressor import Compressor, Exact
 
 if TYPE_CHECKING:
     from .averager import GradientAverager
@@ -25,8 +26,6 @@ def compressor_of(compress: str | Compressor | None) -> Compressor:
     if compress is None:
         return Exact()
     if isinstance(compress, str):
-        from ..compression import make  # many programs need none
-
         return make(compress)
     return compress
 

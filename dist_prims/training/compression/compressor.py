@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from .incremental_reduce import IncrementalSum
+from ..incremental_reduce import IncrementalSum
 
 __all__: list[str] = []
 
