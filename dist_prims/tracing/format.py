@@ -23,8 +23,8 @@ COUNTER = struct.Struct("<Q")
 # The fields of an event, and their types in the code that both ``struct`` and NumPy read. Times are nanoseconds of
 # CLOCK_MONOTONIC; ``sequence`` is the number of the call; ``peer`` and ``step`` are -1 where there is none; ``group``
 # and ``name`` are numbers of texts. Between ``failed`` and ``kind``, the last byte of the slot, 5 bytes are unused.
-EVENT_FIELDS: tuple[str, ...] = ("begin", "end", "bytes", "sequence", "peer", "step", "thread", "group", "name", "segment")
-EVENT_FIELDS += ("collective", "dtype", "op", "failed", "kind")
+EVENT_FIELDS: tuple[str, ...] = ("begin", "end", "bytes", "sequence", "peer", "step", "thread", "group", "name")
+EVENT_FIELDS += ("segment", "collective", "dtype", "op", "failed", "kind")
 EVENT_TYPES = "qqQQiiIIIHBBBBB"
 EVENT = struct.Struct(f"<{EVENT_TYPES[:-1]}5x{EVENT_TYPES[-1]}")
 TEXT = struct.Struct("<IHB55sBB")  # number of the text, number of the piece, bytes, piece, kind of text, kind
