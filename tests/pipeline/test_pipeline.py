@@ -271,13 +271,13 @@ def test_nothing_is_negotiated_twice_and_memory_is_used_again() -> None:
         pipeline = Pipeline(stages_of(2), plan, loss=F.mse_loss)
         transfers: Any = pipeline._transfers
         sizes: list[int] = []
-        start = transfers._start
+        start = transfers._start_transfer
 
         def noted(kind: Any, data: torch.Tensor, peer: int) -> Any:
             sizes.append(data.nbytes)
             return start(kind, data, peer)
 
-        transfers._start = noted
+        transfers._start_transfer = noted
         counts = []
         for _ in range(4):
             pipeline.step(*a_batch(8))

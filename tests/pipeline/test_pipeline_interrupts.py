@@ -132,7 +132,7 @@ def test_an_interrupt_in_the_last_backward_ends_the_call_of_all(backend: str) ->
 
 def interrupted_at(transfers: Transfers, number: int, of: str) -> None:
     """Let an interrupt come behind a start of a transfer, before a wait, or behind a wait."""
-    left, name = number, "_start" if of == "start" else "_wait"
+    left, name = number, "_start_transfer" if of == "start" else "_wait"
     call = getattr(transfers, name)
 
     def interrupted(*arguments: Any) -> Any:

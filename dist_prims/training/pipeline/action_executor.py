@@ -1,7 +1,10 @@
 """Executor of a plan's actions, independent of how tensors move between stages.
 
-Ranks as processes and devices of one process differ only in how a tensor moves from one stage to the next. The rest is
-the same for both and is here: micro-batches, their share in the loss, metrics, times of actions.
+A plan lists for each rank its actions: F, the forward of a stage for one micro-batch; B, its backward, or only the part
+for the gradient of the input; W, the gradients of the weights that a B has left; BW, both at once. ``processes.py``
+runs ranks as processes and ``devices.py`` as devices of one process. They differ only in how a tensor moves from one
+stage to the next. The rest is the same for both and is here: micro-batches, their share in the loss, metrics, times of
+actions.
 """
 
 from __future__ import annotations
@@ -29,7 +32,13 @@ _Owner = TypeVar("_Owner", bound="Owner")
 
 
 def make_plan(plan: str | PipelinePlan, ranks: int, num_microbatches: int | None, stages: int | None) -> PipelinePlan:
-    """The plan of a name, or the plan itself if it fits; proved before it is used."""
+    """The plan of a name, or the plan itself; ValueError if it does not fit or its proof fails.
+
+    Args:
+        plan: a plan, or the name of a schedule; ``ranks``: their number.
+        num_microbatches: None: those of the plan, or for a name 2 a rank.
+        stages: the number of stages; None: those of the plan.
+    """
     if isinstance(plan, str):
         if stages is not None and stages % ranks:
             raise ValueError(
@@ -38,13 +47,13 @@ def make_plan(plan: str | PipelinePlan, ranks: int, num_microbatches: int | None
         plan = pipeline_plan(
             plan, ranks, 2 * ranks if num_microbatches is None else num_microbatches, stages and stages // ranks
         )
-    for what, has, given in (
+    for what, of_plan, here in (
         ("ranks", plan.ranks, ranks),
         ("num_microbatches", plan.num_microbatches, num_microbatches),
         ("stages", plan.stages, stages),
     ):
-        if given is not None and has != given:
-            raise ValueError(f"pipeline: the plan {plan.name} is for {what}={has}, and here {what}={given}")
+        if here is not None and of_plan != here:
+            raise ValueError(f"pipeline: the plan {plan.name} is for {what}={of_plan}, and here {what}={here}")
     plan.verify()
     return plan
 
@@ -73,7 +82,8 @@ def is_done(action: Action, learn: bool, num_microbatches: int) -> bool:
 
 
 def parts(batch: Tensors, num_microbatches: int, what: str) -> list[Tensors]:
-    """A batch as micro-batches, whose sizes differ by one at most; of a batch of fewer items, as many as it has items.
+    """Cut a batch into micro-batches whose sizes differ by one at most; a batch of fewer items has one for each item.
+    ``what``: the name of the batch in an error.
 
     >>> parts((torch.arange(5),), 2, "inputs")
     [(tensor([0, 1]),), (tensor([2, 3, 4]),)]
@@ -99,23 +109,24 @@ class Batch:
     """
 
     def __init__(self, learn: bool, count: int, num_microbatches: int) -> None:
-        self.learn = learn
-        self.count = count
+        self.learn = learn  # whether the step has a backward
+        self.count = count  # items
         self.lengths = split_evenly(count, min(num_microbatches, count))  # of the micro-batches
         self.inputs: Leaves | None = None
         self.targets: Leaves | None = None
-        self.parts: list[tuple[Part, ...]] = []  # of each micro-batch, in the loss and in every metric
-        self.found: dict[int, list[Any]] = {}  # the parts of the loss and the metrics of each micro-batch
-        self.sums: torch.Tensor | None = None  # the loss and the metrics
+        self.parts: list[tuple[Part, ...]] = []  # of each micro-batch, its share in the loss and in every metric
+        # of each micro-batch, what it adds to the loss and to every metric
+        self.contributions: dict[int, list[Any]] = {}
+        self.sums: torch.Tensor | None = None  # the loss and the metrics of the batch
         self.outputs: dict[int, Tensors] = {}  # of each micro-batch
         self.result: Tensors | None = None  # the outputs of the batch
-        self.wants_gradient = False  # a stage before the last one
-        self.has_gradient = False  # the loss of some micro-batch that counts
-        self.backwards = 0  # of the last stage
+        self.wants_gradient = False  # whether a stage before the last one needs the gradient of its output
+        self.has_gradient = False  # whether the loss of a micro-batch that counts requires a gradient
+        self.backwards = 0  # backward actions that the last stage has done
 
     @classmethod
     def of(cls, inputs: Any, learn: bool, num_microbatches: int) -> Batch:
-        """The batch where its inputs are."""
+        """The batch on the rank that has its inputs."""
         whole = as_tuple(inputs, "the batch of inputs")
         cut = parts(whole, num_microbatches, "inputs")
         batch = cls(learn, len(whole[0]), num_microbatches)
@@ -133,7 +144,14 @@ class Batch:
 
 
 class Job:
-    """Executes the actions of a rank's stages, one :class:`Batch` at a time."""
+    """Executes the actions of a rank's stages, one :class:`Batch` at a time.
+
+    Args:
+        plan: of the pipeline; ``stages``: the stages here, by number.
+        objective: loss and metrics, which only the last stage uses.
+        checkpoint: keep the inputs of stages only, and compute the forward again in the backward.
+        shared: tensors of which other ranks have a copy, and which must therefore not be trained.
+    """
 
     def __init__(
         self,
@@ -158,18 +176,18 @@ class Job:
         self.record = False
         self._shared = shared
         self.check_shared()
-        self._again = self._to_compute_again(plan) if checkpoint else set()
+        self._recomputed = self._forwards_to_recompute(plan) if checkpoint else set()
 
     @staticmethod
-    def _to_compute_again(plan: PipelinePlan) -> set[Action]:
-        """Forwards to recompute: not those whose backward follows at once, where recomputing would save no memory."""
-        again = set()
+    def _forwards_to_recompute(plan: PipelinePlan) -> set[Action]:
+        """All forwards but those whose backward follows at once: to recompute these would save no memory."""
+        recomputed = set()
         for actions in plan.actions:
             for action, following in zip(actions, [*actions[1:], None], strict=True):
                 at_once = following is not None and following.kind != "F" and following[1:] == action[1:]
                 if action.kind == "F" and not at_once:
-                    again.add(action)
-        return again
+                    recomputed.add(action)
+        return recomputed
 
     def begin(self, batch: Batch) -> None:
         """Begin a step with a batch, whose number of micro-batches is known."""
@@ -177,9 +195,14 @@ class Job:
         self.average.expect(action for action in every if action.stage in self.workers and batch.has(action))
 
     def do(self, action: Action, incoming: Tensors, batch: Batch) -> Tensors:
-        """Do an action with the tensors it needs, and return its result."""
+        """Do an action, and return its result.
+
+        ``incoming``: of a forward the inputs, of a backward the gradients of the outputs; empty for the first stage,
+        whose inputs are in the batch, and for the backward of the loss.
+        """
         begin = self._now() if self.record else 0.0
         traced = recorder.started()
+        # 1. The action itself.
         worker = self.workers[action.stage]
         if action.kind == "F":
             if batch.inputs is not None and action.stage == 0:
@@ -195,10 +218,12 @@ class Job:
                 self._check_gradient(batch)  # before an averager sends the gradients of any stage
             if action.stage == 0 and batch.inputs is not None:
                 batch.inputs.set_gradients(action.micro, outgoing)
+        # 2. Its times, for a trace and for rows().
         if traced:
             recorder.record(fmt.ACTION, traced, name=str(action))
         if self.record:
             self.rows.append(Row(*action, begin, self._now(), self.plan.rank_of[action.stage]))
+        # 3. An averager may send the gradients that are complete now.
         self.average.done(action)
         return outgoing
 
@@ -214,14 +239,14 @@ class Job:
         if batch.outputs:
             outputs = [batch.outputs[micro] for micro in range(batch.num_microbatches)]
             batch.result = tuple(torch.cat(each) for each in zip(*outputs, strict=True))
-        if batch.found:
-            device = batch.found[0][0].device
+        if batch.contributions:
+            device = batch.contributions[0][0].device
             numbers = [
                 torch.as_tensor(each, dtype=torch.float64, device=device)
-                for found in batch.found.values()
-                for each in found
+                for of_micro_batch in batch.contributions.values()
+                for each in of_micro_batch
             ]
-            batch.sums = torch.stack(numbers).view(len(batch.found), -1).sum(0)
+            batch.sums = torch.stack(numbers).view(len(batch.contributions), -1).sum(0)
         give_back(*(each for each in (batch.inputs, batch.targets) if each is not None and batch.learn))
 
     def _check_gradient(self, batch: Batch) -> None:
@@ -260,6 +285,7 @@ class Job:
             worker.forget()
 
     def _forward(self, worker: StageWorker, action: Action, inputs: Tensors, batch: Batch) -> Tensors:
+        """The forward of a stage, and behind the last stage loss and metrics; return what the next stage needs."""
         _, stage, micro = action
         last = stage == self.plan.stages - 1
         if not batch.learn:
@@ -271,21 +297,22 @@ class Job:
             batch.wants_gradient |= last and any(each.requires_grad for each in inputs)
             loss = partial(self._evaluate, micro=micro, batch=batch) if last else None
             split = Action("W", stage, micro) in self.plan.places
-            outputs = worker.forward(micro, inputs, split=split, again=action in self._again, loss=loss)
+            outputs = worker.forward(micro, inputs, split=split, again=action in self._recomputed, loss=loss)
         if last and not batch.learn and batch.targets is None:
             batch.outputs[micro] = outputs
         return () if last else outputs
 
     def _evaluate(self, outputs: Tensors, micro: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The root of the backward of a micro-batch, and its gradient; its part of loss and metrics is kept."""
+        """Compute loss and metrics of a micro-batch, and keep its contributions to those of the batch. Return the
+        tensor from which its backward begins, and the gradient of that tensor."""
         assert batch.targets is not None
-        parts = batch.parts[micro]
-        root, grad, found = self.objective(outputs, batch.targets.micro_batches[micro], parts, self._known)
+        parts, targets = batch.parts[micro], batch.targets.micro_batches[micro]
+        root, grad, contributions = self.objective(outputs, targets, parts, self._known_leaves)
         batch.has_gradient |= root.requires_grad and parts[0].share != 0
-        batch.found[micro] = found  # the same if a forward is computed again
+        batch.contributions[micro] = contributions  # the same if a forward is computed again
         return root, grad
 
-    def _known(self) -> Iterator[torch.Tensor]:
+    def _known_leaves(self) -> Iterator[torch.Tensor]:
         """The leaves that a loss may reach: parameters, and the inputs of stages, which a stage may keep."""
         yield from self.module.parameters()
         for worker in self.workers.values():
@@ -345,13 +372,14 @@ def from_first(rows: Sequence[Row]) -> list[Row]:
 
 
 def _targets_of(targets: Any, batch: Batch, device: torch.device | None) -> Leaves:
-    """The targets of every micro-batch, as further arguments of loss and metrics; none if there are none."""
+    """The targets of every micro-batch, on ``device``: arguments of loss and metrics behind the output; none for
+    None."""
     if targets is None:
         return Leaves((), [()] * batch.num_microbatches)
-    found = as_tuple(targets, "the targets")
-    cut = parts(found, batch.num_microbatches, "targets")
-    if len(found[0]) != batch.count:
-        raise ValueError(f"pipeline: {len(found[0])} targets for {batch.count} inputs; every input has one")
+    whole = as_tuple(targets, "the targets")
+    cut = parts(whole, batch.num_microbatches, "targets")
+    if len(whole[0]) != batch.count:
+        raise ValueError(f"pipeline: {len(whole[0])} targets for {batch.count} inputs; every input has one")
     if device is not None:
         cut = [tuple(each.to(device) for each in micro) for micro in cut]
-    return Leaves(found, cut, batch.learn)
+    return Leaves(whole, cut, batch.learn)

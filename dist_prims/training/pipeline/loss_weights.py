@@ -1,9 +1,9 @@
 """Loss and metrics of a batch that is computed in micro-batches, and the weight of each micro-batch in them.
 
-A mean loss divides by the weight of its micro-batch: the number of items, or, with ``ignore_index`` or class weights,
-the weight of the targets that count. The loss of the batch is the mean over the micro-batches with these weights. The
-sum of the weights must be known before the first backward, when the last micro-batches have not been computed. So the
-weights are computed from the targets, all of which are known when a step begins.
+A loss that is a mean divides by the *weight* of its micro-batch: the number of items, or, with ``ignore_index`` or
+class weights, the weight of the targets that count. The loss of the batch is the mean over the micro-batches with these
+weights. The sum of the weights must be known before the first backward, when the last micro-batches have not been
+computed. So the weights are computed from the targets, all of which are known when a step begins.
 
 >>> from functools import partial
 >>> targets = [(torch.tensor([1, 2, 0]),), (torch.tensor([0, 0, 3]),)]
@@ -37,25 +37,32 @@ __all__: list[str] = []
 Function = Callable[..., torch.Tensor]  # of the output, or the tuple of them, and the target
 _MODULES = ("CrossEntropyLoss", "NLLLoss", "LinearCrossEntropyLoss")  # the last is new in torch 2.13
 _FORWARDS = {getattr(nn, name).forward for name in _MODULES if hasattr(nn, name)}
-_IGNORED = -100  # unless a loss says another
+_IGNORED = -100  # the ignore_index of torch's losses, by default
 
 
 class Part(NamedTuple):
-    """The part of a micro-batch in the batch: its weight as a share of the whole, and the share of a weight of 1."""
+    """The part of a micro-batch in the batch."""
 
-    share: float
-    one: float = 1.0
+    share: float  # its weight, divided by the weight of the batch
+    one: float = 1.0  # 1, divided by the weight of the batch
 
 
-class _Weighed(NamedTuple):
-    """The divisor of a loss, from the targets; and the same loss without the division, if known."""
+class _Divisor(NamedTuple):
+    """What the loss of a micro-batch divides by."""
 
-    weight: Callable[..., Any]
-    summed: Function | None = None
+    weight: Callable[..., Any]  # function of the targets
+    summed: Function | None = None  # the same loss without the division, if known
 
 
 class Objective:
-    """``loss_weight``: function(target), what the loss of a micro-batch divides by. ``scaler``: a GradScaler."""
+    """Loss and metrics of a pipeline.
+
+    Args:
+        loss, metrics: functions of the output and the targets of a micro-batch; a metric is a mean.
+        reduction: "mean" or "sum": what the loss of a micro-batch is, and so the loss of the batch.
+        loss_weight: function(target), what the loss of a micro-batch divides by; None: see :func:`_divisor_of`.
+        scaler: a GradScaler.
+    """
 
     def __init__(
         self,
@@ -77,10 +84,11 @@ class Objective:
         self.loss, self.metrics, self.reduction = loss, dict(metrics or {}), reduction
         self.module = loss if isinstance(loss, nn.Module) else None
         self.scaler = scaler
-        self._given = None if loss_weight is None else _Weighed(loss_weight)
-        self._weighed = [self._given or (None if loss is None or reduction == "sum" else _weighed(loss))]
-        self._weighed += map(_weighed, self.metrics.values())
-        self._is_checked = False
+        # The divisors of the loss and of each metric; None: the number of items.
+        self._given = None if loss_weight is None else _Divisor(loss_weight)
+        self._divisors = [self._given or (None if loss is None or reduction == "sum" else _divisor_of(loss))]
+        self._divisors += map(_divisor_of, self.metrics.values())
+        self._is_checked = False  # whether a step with this loss has ended
 
     def check(self) -> Function:
         """The loss; ValueError if there is none."""
@@ -95,17 +103,20 @@ class Objective:
 
     def parts(self, lengths: Sequence[int], targets: Sequence[Tensors]) -> list[tuple[Part, ...]]:
         """The part of every micro-batch in the batch's loss and in each metric."""
-        found = [_parts(each, lengths, targets, each is self._given) for each in self._weighed]
+        by_function = [_parts(each, lengths, targets, each is self._given) for each in self._divisors]
         if self.reduction == "sum":
-            found[0] = [Part(1.0)] * len(lengths)
-        return list(zip(*found, strict=True))
+            by_function[0] = [Part(1.0)] * len(lengths)
+        return list(zip(*by_function, strict=True))
 
     def __call__(
         self, outputs: Tensors, target: Tensors, parts: Sequence[Part], known: Callable[[], Iterable[torch.Tensor]]
     ) -> tuple[torch.Tensor, torch.Tensor, list[Any]]:
-        """The root of a micro-batch's backward, its gradient, and the contributions to the loss and to each metric.
+        """The root of a micro-batch's backward (the tensor from which it begins), the gradient of the root, and the
+        contributions of the micro-batch to the loss and to each metric.
 
-        ``known``: the leaves that the loss may reach past ``outputs``.
+        Args:
+            outputs, target: of the micro-batch; ``parts``: its parts in the loss and in each metric.
+            known: returns the leaves that the loss may reach past ``outputs``.
         """
         output = outputs[0] if len(outputs) == 1 else outputs
         value = self._value(outputs, output, target, parts[0])
@@ -123,15 +134,15 @@ class Objective:
         return root, torch.full_like(root, factor), [value.detach() * factor, *metrics]
 
     def _value(self, outputs: Tensors, output: Any, target: Tensors, part: Part) -> torch.Tensor:
-        """The loss of a micro-batch; of one that weighs nothing, its part in the loss of the batch."""
-        loss, weighed = self.check(), self._weighed[0]
+        """The loss of a micro-batch; if its weight is 0, its contribution to the loss of the batch."""
+        loss, divisor = self.check(), self._divisors[0]
         if not part.share:  # a mean would divide by zero
-            if weighed is None or weighed.summed is None:
+            if divisor is None or divisor.summed is None:
                 zero: torch.Tensor = _Zero.apply(*outputs)  # type: ignore[no-untyped-call]
                 return zero
-            return weighed.summed(output, *target) * part.one  # 0, but for smoothed labels of classes without weight
-        checks = weighed is None and self.reduction == "mean" and not self._is_checked
-        with _Means() if checks else nullcontext():
+            return divisor.summed(output, *target) * part.one  # 0, but for smoothed labels of classes without weight
+        checks = divisor is None and self.reduction == "mean" and not self._is_checked
+        with _UnweightedMeans() if checks else nullcontext():
             value = loss(output, *target)
         _require_one_number("loss", value)
         return value
@@ -141,11 +152,13 @@ class Objective:
         self._is_checked = True
 
 
-def _parts(weighed: _Weighed | None, lengths: Sequence[int], targets: Sequence[Tensors], given: bool) -> list[Part]:
+def _parts(divisor: _Divisor | None, lengths: Sequence[int], targets: Sequence[Tensors], given: bool) -> list[Part]:
+    """The part of each micro-batch in a loss or metric with this divisor; None: by their ``lengths``. ``given``: the
+    program has given the divisor, which is then called even if a batch has no targets."""
     weights: Sequence[float] = lengths
-    if weighed is not None and (given or targets[0]):  # without a target the loss itself raises
+    if divisor is not None and (given or targets[0]):  # without a target the loss itself raises
         with torch.no_grad():
-            numbers = [torch.as_tensor(weighed.weight(*target)) for target in targets]
+            numbers = [torch.as_tensor(divisor.weight(*target)) for target in targets]
         if any(number.dim() for number in numbers):
             raise ValueError(f"pipeline: loss_weight gives shapes {[[*each.shape] for each in numbers]}, not numbers")
         weights = torch.stack([number.double() for number in numbers]).tolist()
@@ -157,36 +170,42 @@ def _parts(weighed: _Weighed | None, lengths: Sequence[int], targets: Sequence[T
     return [Part(each / total, 1 / total) for each in weights]
 
 
-def _weighed(loss: Function) -> _Weighed | None:
-    """The divisor of a known loss; None: the number of items."""
+def _divisor_of(loss: Function) -> _Divisor | None:
+    """The divisor of a loss of torch whose targets count differently; None: the number of items."""
+    # 1. What is within functools.partial and torch.compile?
     settings: dict[str, Any] = {}
     whole = loss
     while isinstance(loss, partial) and not loss.args:
         settings, loss = {**loss.keywords, **settings}, loss.func
-    found = getattr(loss, "_orig_mod", loss)  # of torch.compile
-    if isinstance(found, nn.Module) and type(found).forward in _FORWARDS:
-        return _Weighed(partial(_of_module, found), partial(_summed, found, whole))
-    if found not in (F.cross_entropy, F.nll_loss) or not _is_mean(settings):
+    inner = getattr(loss, "_orig_mod", loss)  # of torch.compile
+    # 2. A module: its settings may change until it is called.
+    if isinstance(inner, nn.Module) and type(inner).forward in _FORWARDS:
+        return _Divisor(partial(_weight_by_module, inner), partial(_sum_by_module, inner, whole))
+    # 3. A function.
+    if inner not in (F.cross_entropy, F.nll_loss) or not _is_mean(settings):
         return None
-    weight = partial(_counting, settings.get("weight"), settings.get("ignore_index", _IGNORED))
+    weight = partial(_weight_of_targets, settings.get("weight"), settings.get("ignore_index", _IGNORED))
     old = {name: None for name in ("size_average", "reduce") if name in settings}
-    return _Weighed(weight, partial(whole, reduction="sum", **old))
+    return _Divisor(weight, partial(whole, reduction="sum", **old))
 
 
 def _is_mean(settings: Mapping[str, Any]) -> bool:
+    """Whether a loss function of torch with these keyword arguments is a mean; two of them are from old versions."""
     averages, reduces = settings.get("size_average"), settings.get("reduce")
     if averages is None and reduces is None:
         return bool(settings.get("reduction", "mean") == "mean")
     return averages is not False and reduces is not False
 
 
-def _of_module(loss: Any, target: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+def _weight_by_module(loss: Any, target: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    """What a loss that is a module of torch divides by."""
     if loss.reduction != "mean":
         return torch.tensor(len(target))
-    return _counting(loss.weight, _IGNORED if loss.ignore_index is None else loss.ignore_index, target)
+    return _weight_of_targets(loss.weight, _IGNORED if loss.ignore_index is None else loss.ignore_index, target)
 
 
-def _summed(module: Any, loss: Function, output: torch.Tensor, *target: torch.Tensor) -> torch.Tensor:
+def _sum_by_module(module: Any, loss: Function, output: torch.Tensor, *target: torch.Tensor) -> torch.Tensor:
+    """The sum of which a module of torch computes the mean; ``loss`` calls the module."""
     reduction, module.reduction = module.reduction, "sum" if module.reduction == "mean" else module.reduction
     try:
         return loss(output, *target)
@@ -194,8 +213,11 @@ def _summed(module: Any, loss: Function, output: torch.Tensor, *target: torch.Te
         module.reduction = reduction
 
 
-def _counting(weight: torch.Tensor | None, ignored: int, target: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-    """The divisor of the mean of a cross entropy: the weight of class indices, or the items for probabilities."""
+def _weight_of_targets(
+    weight: torch.Tensor | None, ignored: int, target: torch.Tensor, *_: torch.Tensor
+) -> torch.Tensor:
+    """What the mean of a cross entropy divides by: for class indices the sum of the weights of the classes that are not
+    ``ignored``, for probabilities the number of items."""
     if target.is_floating_point():
         return torch.tensor(len(target))
     counts = target != ignored
@@ -219,8 +241,8 @@ class _Zero(torch.autograd.Function):
         return tuple(torch.zeros_like(each) if need else None for each, need in needs)
 
 
-class _Means(TorchFunctionMode):
-    """Within it, warns where a loss of a program's own takes a mean of which the pipeline does not know the weight."""
+class _UnweightedMeans(TorchFunctionMode):
+    """Context that warns if a loss of the program takes a mean of which the pipeline does not know the weight."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -111,7 +111,7 @@ class Pipeline(Owner):
         self._rank = self._group.rank()
         # 1. Make this rank's part. An error is kept until all ranks know of it, so that none waits.
         problem: Exception | None = None
-        description = ""
+        description = ""  # what all ranks must have in common
         try:
             plan = make_plan(plan, self._group.size(), num_microbatches, count_stages(stages, self._group.size()))
             own = own_stages(stages, plan, self._rank)
@@ -122,13 +122,13 @@ class Pipeline(Owner):
             description = describe(plan, objective, stages, self._device)
         except Exception as error:
             problem = error
-        # 2. Compare the parts of all ranks, and agree on a name for the messages.
-        found = gather_values((description, secrets.token_hex(8)), self._group, "Pipeline", problem)
-        check_lists("Pipeline", [[each] for each, _ in found], _REMEDY, self._group)
-        self._transfers = Transfers(self.plan, self._group, self._device, f"Pipeline-{found[0][1]}")
+        # 2. Compare the parts of all ranks, and agree on a name for the messages: the token of rank 0.
+        of_ranks = gather_values((description, secrets.token_hex(8)), self._group, "Pipeline", problem)
+        check_lists("Pipeline", [[each] for each, _ in of_ranks], _REMEDY, self._group)
+        self._transfers = Transfers(self.plan, self._group, self._device, f"Pipeline-{of_ranks[0][1]}")
         # 3. The state of the calls to come.
-        self._slots: dict[Any, int] = {}  # on the first rank: the number of each kind of batch
-        self._traced = 0  # calls
+        self._kinds: dict[Any, int] = {}  # on the rank of the first stage: the number of each kind of batch
+        self._traced = 0  # calls of which there is a trace
         self._failure: StageFailedError | None = None  # of this rank in the call
         self._unfinished: str | None = None  # the call that has begun, or that was left before all ranks had ended it
 
@@ -152,16 +152,18 @@ class Pipeline(Owner):
 
     def renegotiate(self) -> None:
         """Forget the layouts of stages' outputs; to be called after a change of the model, such as of its dtype."""
-        self._slots.clear()
+        self._kinds.clear()
 
     def rows(self) -> list[Row]:
         """The rows recorded on all ranks since the last call, on rank 0; every rank calls it. Clocks are the hosts'."""
-        mine, self._job.rows = self._job.rows, []
-        found: list[list[Any]] = gather_values([tuple(row) for row in mine], self._group)
-        return from_first([Row(*row) for rows in found for row in rows]) if self._rank == 0 else []
+        own, self._job.rows = self._job.rows, []
+        of_ranks: list[list[Any]] = gather_values([tuple(row) for row in own], self._group)
+        return from_first([Row(*row) for rows in of_ranks for row in rows]) if self._rank == 0 else []
 
     def _run(self, call: str, inputs: Any, targets: Any) -> Tensors | None:
-        """Run a call. One that is left before the ranks know each other's success ends the pipeline on all ranks."""
+        """Run a call of the program, "step", "evaluate", "forward" or "forward everywhere", and return the outputs of
+        the batch, if this rank has them. A call that is left before the ranks know each other's success ends the
+        pipeline on all ranks."""
         if self._unfinished is not None:
             self._transfers.end()
             raise CommError(
@@ -190,23 +192,24 @@ class Pipeline(Owner):
         # 1. The rank of the first stage tells the others what kind of batch comes.
         if call == "step":
             self._attempt(call, self._job.check_step)
-        batch, slot, fresh = self._announced(call, inputs)
+        batch, kind, is_new_kind = self._announced(call, inputs)
         # 2. Each rank does its actions. After a failure it sends the error instead of its results.
-        steps = self._transfers.begin(batch.learn, batch.num_microbatches, slot, fresh)
+        steps = self._transfers.begin(batch.learn, batch.num_microbatches, kind, is_new_kind)
         self._job.begin(batch)
         if self._rank == last and call in ("step", "evaluate"):
             self._attempt(call, self._job.set_targets, batch, targets)
         for step in steps:
-            self._do(step, batch)
+            self._do_action(step, batch)
         self._attempt(call, self._job.finish, batch)
-        # 3. All ranks learn of each other's failures: one in a backward reaches only earlier stages by itself.
+        # 3. All ranks learn of each other's failures: the messages of a backward carry a failure to earlier stages
+        #    only.
         self._failure = self._failure or self._transfers.unread()
-        mine = self._failure and str(self._failure), None if batch.sums is None else batch.sums.tolist()
-        texts, sums = zip(*gather_values(mine, self._transfers.group), strict=True)
+        own = self._failure and str(self._failure), None if batch.sums is None else batch.sums.tolist()
+        texts, sums = zip(*gather_values(own, self._transfers.group), strict=True)
         self._transfers.finish()
         if failure := self._failure or next((StageFailedError(text) for text in texts if text), None):
-            if fresh and self._slots:
-                self._slots.popitem()
+            if is_new_kind and self._kinds:  # its layouts may not have reached all ranks
+                self._kinds.popitem()
             self._unfinished = None
             raise failure
         # 4. The results.
@@ -220,7 +223,8 @@ class Pipeline(Owner):
         return outputs
 
     def _attempt(self, what: object, act: Callable[..., _T], *arguments: Any) -> _T | None:
-        """Call ``act`` and return its result; an error becomes this rank's failure, after which none is called."""
+        """Call ``act`` and return its result. An error becomes the failure of this rank, and after a failure ``act`` is
+        not called. ``what``: its name in the error."""
         if self._failure is None:
             try:
                 return act(*arguments)
@@ -230,31 +234,34 @@ class Pipeline(Owner):
         return None
 
     def _announced(self, call: str, inputs: Any) -> tuple[Batch, int, bool]:
-        """The batch, the number of its kind, and whether the kind is new, as the rank of the first stage says."""
+        """The batch, the number of its kind, and whether the kind is new: the rank of the first stage tells the
+        others."""
+        # 1. The rank of the first stage sends what it has found, or that it has failed.
         first, count = self.plan.rank_of[0], self.plan.num_microbatches
         if self._rank == first:
             batch = self._attempt(call, Batch.of, inputs, call == "step", count)
             if batch is None:
                 head = head_of(FAILED, str(self._failure))
             else:
-                slot, fresh = self._slot(batch)
-                head = head_of(CALL, json.dumps([call, batch.learn, batch.count, slot, fresh]))
+                kind, is_new_kind = self._kind_of(batch)
+                head = head_of(CALL, json.dumps([call, batch.learn, batch.count, kind, is_new_kind]))
             for rank in range(self._group.size()):
                 if rank != first:
                     self._transfers.send(rank, head)
             if batch is not None:
-                return batch, slot, fresh
+                return batch, kind, is_new_kind
             self._transfers.finish()
             status, text = FAILED, ""
+        # 2. The others receive it, and compare the calls.
         else:
             status, text = read_head(self._transfers.receive(first, HEAD))
         if status == FAILED:
             self._unfinished = None
             raise self._failure or StageFailedError(text)
-        called, learn, items, slot, fresh = json.loads(text)
+        called, learn, items, kind, is_new_kind = json.loads(text)
         if called != call:
             self._attempt(call, self._refuse_call, call, called)
-        return Batch(learn, items, count), slot, fresh
+        return Batch(learn, items, count), kind, is_new_kind
 
     def _refuse_call(self, call: str, called: str) -> None:
         raise MismatchError(
@@ -262,21 +269,22 @@ class Pipeline(Owner):
             "rank makes the same calls"
         )
 
-    def _slot(self, batch: Batch) -> tuple[int, bool]:
-        """The number of this kind of batch, and whether it is new."""
+    def _kind_of(self, batch: Batch) -> tuple[int, bool]:
+        """The number of the kind of a batch, and whether the kind is new. Messages of batches of a kind have the same
+        layouts."""
         assert batch.inputs is not None
-        kind = self._device.type
-        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        device = self._device.type
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         tensors = tuple((each.dtype, each.shape, each.stride(), each.requires_grad) for each in batch.inputs.batch)
-        key = (batch.learn, cast, tensors)
-        if key in self._slots:
-            return self._slots[key], False
-        if len(self._slots) == _KINDS:
-            self._slots.clear()
-        self._slots[key] = len(self._slots)
-        return self._slots[key], True
+        kind = (batch.learn, cast, tensors)
+        if kind in self._kinds:
+            return self._kinds[kind], False
+        if len(self._kinds) == _KINDS:
+            self._kinds.clear()
+        self._kinds[kind] = len(self._kinds)
+        return self._kinds[kind], True
 
-    def _do(self, step: ActionMessages, batch: Batch) -> None:
+    def _do_action(self, step: ActionMessages, batch: Batch) -> None:
         """Do one action, or, after a failure, send the error instead of its result."""
         action, needs, gives = step
         incoming: Tensors = ()

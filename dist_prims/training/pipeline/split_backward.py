@@ -1,15 +1,16 @@
 """Split backward: the gradient of a stage's input first, its weights' later.
 
-The previous stage waits for the gradient of the input, no rank for those of the weights: so a plan that separates them
-computes the latter while it would be idle. Autograd has one backward only; to call it twice, first for the input and
-then for the weights, runs the chain of input gradients twice. Instead, while a stage's forward
-runs, each ``linear``, ``conv`` and ``embedding`` that a module calls, and whose weight is a leaf, is replaced by a
-function with the same result, whose backward returns the input's gradient and stores (input, gradient of the output)
-for later. All other parameters get their gradients with the input's: those of norms, which are cheap, and what a
-function computes as a whole, such as the projections of ``nn.MultiheadAttention``; also those of layers within
+The previous stage waits for the gradient of the input, but no rank waits for the gradients of the weights: so a plan
+that separates them computes the weights' gradients while the rank would be idle. Autograd has one backward only; to
+call it twice, first for the input and then for the weights, runs the chain of input gradients twice. Instead, while a
+stage's forward runs, each ``linear``, ``conv`` and ``embedding`` that a module calls, and whose weight is a leaf, is
+replaced by a function with the same result, whose backward returns the input's gradient and stores (input, gradient of
+the output) for later. All other parameters get their gradients together with the input: norms, which are cheap,
+functions that compute several layers as a whole, such as ``nn.MultiheadAttention``, and layers within
 ``torch.utils.checkpoint``, ``torch.compile`` or ``torch.func``. Checkpointing computes a forward again in the backward
-and matches its saved tensors with those of the first, one by one; so both must be autograd's alone. A forward that
-calls ``torch.autograd.grad`` is refused: it needs some gradients only, and the function here cannot know which.
+and matches its saved tensors with those of the first forward, one by one; so both forwards must be autograd's alone. A
+forward that calls ``torch.autograd.grad`` is refused: it needs some gradients only, and the function here cannot know
+which.
 
 Where the gradient of a weight is a product of matrices and no hook needs it, it is added to ``.grad`` while it is
 computed, without a temporary tensor.
@@ -55,11 +56,12 @@ class Later:
     """The deferred weight gradients of a micro-batch in one stage."""
 
     def __init__(self) -> None:
-        self._left: list[tuple[_Layer, torch.Tensor, torch.Tensor]] = []
+        self._deferred: list[tuple[_Layer, torch.Tensor, torch.Tensor]] = []  # layer, input, gradient of the output
         self.in_forward = False
 
     def add(self, layer: _Layer, x: torch.Tensor, grad: torch.Tensor) -> None:
-        self._left.append((layer, x, grad))
+        """Defer the gradients of a layer with this input and this gradient of the output."""
+        self._deferred.append((layer, x, grad))
 
     def check(self) -> None:
         """RuntimeError in a backward that is not the one at the end of the forward, or is to be differentiated."""
@@ -71,36 +73,39 @@ class Later:
 
     def drain(self) -> None:
         """Accumulate the weights' gradients as autograd does, hooks included, and free their inputs."""
-        left, self._left = self._left, []
-        left.reverse()
-        parts = _Parts(layer for layer, _, _ in left)
-        while left:  # each is freed as soon as it is done
-            layer, x, grad = left.pop()
+        deferred, self._deferred = self._deferred, []
+        deferred.reverse()
+        shared = _SharedWeights(layer for layer, _, _ in deferred)
+        while deferred:  # the tensors of a layer are freed as soon as its gradients are computed
+            layer, x, grad = deferred.pop()
             with torch.no_grad():
-                if parts.is_only(layer.weight) and layer.add_product(x, grad):
+                if shared.has_one_layer(layer.weight) and layer.add_product(x, grad):
                     continue
                 weight, bias = layer.weight_grads(x, grad)
-            parts.give(layer.weight, weight)
+            shared.accumulate(layer.weight, weight)
             if bias is not None and layer.bias is not None:
-                parts.give(layer.bias, bias)
+                shared.accumulate(layer.bias, bias)
 
 
-class _Parts:
-    """Gradients of weights that several layers share are summed first: hooks see the whole, and once."""
+class _SharedWeights:
+    """Sums the gradients of a weight that several layers share before they are accumulated: a hook of the weight is
+    called once, with the whole gradient."""
 
     def __init__(self, layers: Iterable[_Layer]) -> None:
-        self._left = Counter(id(each) for layer in layers for each in (layer.weight, layer.bias) if each is not None)
+        weights = (each for layer in layers for each in (layer.weight, layer.bias) if each is not None)
+        self._missing = Counter(map(id, weights))  # the layers whose gradient has not come yet, by the id of the weight
         self._sums: dict[int, torch.Tensor] = {}
 
-    def is_only(self, weight: torch.Tensor) -> bool:
-        return self._left[id(weight)] == 1 and id(weight) not in self._sums
+    def has_one_layer(self, weight: torch.Tensor) -> bool:
+        return self._missing[id(weight)] == 1 and id(weight) not in self._sums
 
-    def give(self, weight: torch.Tensor, grad: torch.Tensor) -> None:
+    def accumulate(self, weight: torch.Tensor, grad: torch.Tensor) -> None:
+        """Add a layer's gradient; the last one of a weight goes to ``.grad``, with all before it."""
         key, grad = id(weight), grad.to(weight.dtype)
         if key in self._sums:
             grad = self._sums.pop(key) + grad
-        self._left[key] -= 1
-        if self._left[key]:
+        self._missing[key] -= 1
+        if self._missing[key]:
             self._sums[key] = grad
         else:
             weight.backward(grad)
@@ -125,13 +130,14 @@ class split_backward(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        make = _LAYERS.get(func)
-        if make is None or not torch.is_grad_enabled() or _must_not_defer():
+        # 1. Is it a call of a layer whose gradients can be deferred?
+        layer_from = _LAYERS.get(func)
+        if layer_from is None or not torch.is_grad_enabled() or _must_not_defer():
             return func(*args, **kwargs)
-        layer, x = make(*args, **kwargs)
-        if not layer.can_wait(x):
+        layer, x = layer_from(*args, **kwargs)
+        if layer is None or not layer.can_defer(x):
             return func(*args, **kwargs)
-        # Detached, or autograd would give the weights and their hooks a gradient of None.
+        # 2. Call the layer. Its weights are detached, or autograd would give them and their hooks a gradient of None.
         weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
         device = x.device.type
         if layer.is_cast and torch.is_autocast_enabled(device):
@@ -163,6 +169,8 @@ def _anchor(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Deferred(torch.autograd.Function):
+    """A layer whose backward computes the gradient of the input, and defers the gradients of the weights."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -177,16 +185,16 @@ class _Deferred(torch.autograd.Function):
         ctx.layer, ctx.later = layer, later
         device = x.device.type
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-            found = layer.forward(x, weight, bias)
-        return same_memory(found) if is_view(found) else found
+            output = layer.forward(x, weight, bias)
+        return same_memory(output) if is_view(output) else output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         ctx.later.check()
         x, weight = ctx.saved_tensors
         ctx.later.add(ctx.layer, x.detach(), grad)
-        passed_on = ctx.layer.input_grad(x, weight, grad) if ctx.needs_input_grad[0] else None
-        return passed_on, None, None, None, None, None
+        input_grad = ctx.layer.input_grad(x, weight, grad) if ctx.needs_input_grad[0] else None
+        return input_grad, None, None, None, None, None
 
 
 def layer_of(node: Any) -> _Layer | None:
@@ -195,20 +203,20 @@ def layer_of(node: Any) -> _Layer | None:
     >>> layer_of((torch.ones(1, requires_grad=True) * 2).grad_fn) is None
     True
     """
-    found = getattr(node, "layer", None)
-    return found if isinstance(found, _Layer) else None
+    layer = getattr(node, "layer", None)
+    return layer if isinstance(layer, _Layer) else None
 
 
 class _Layer:
-    """One call of a layer: its weights and settings."""
+    """One call of a layer: its weights and settings, and its forward and backward as functions of tensors."""
 
     is_cast = True  # by autocast
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight, self.bias = weight, bias
 
-    def can_wait(self, x: torch.Tensor) -> bool:
-        """Whether the weight gradients can be deferred: not of weights that are computed, complex or of a subclass."""
+    def can_defer(self, x: torch.Tensor) -> bool:
+        """Whether the weight gradients can be deferred: not if a weight is computed, complex or of a subclass."""
         weights = [each for each in (self.weight, self.bias) if each is not None]
         plain = all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in weights)
         return plain and all(each.is_leaf and each.requires_grad and not each.is_complex() for each in weights)
@@ -227,20 +235,21 @@ class _Layer:
         return None
 
     def add_product(self, x: torch.Tensor, grad: torch.Tensor) -> bool:
-        """Add the weight's gradient to ``.grad``, if it is a product, and no hook needs it by itself."""
-        there = self.weight.grad
+        """Add the weight's gradient to ``.grad`` without a temporary tensor. Return False, and do nothing, if it is not
+        a product of matrices, or a hook needs the gradient by itself."""
+        total = self.weight.grad
         hooks = has_gradient_hooks(self.weight)
-        if self.bias is not None or there is None or hooks or not there.is_contiguous() or there.dtype != grad.dtype:
+        if self.bias is not None or total is None or hooks or not total.is_contiguous() or total.dtype != grad.dtype:
             return False
-        found = self.factors(x, grad)
-        if found is not None:
-            there.view(len(there), -1).addbmm_(*found)
-        return found is not None
+        factors = self.factors(x, grad)
+        if factors is not None:
+            total.view(len(total), -1).addbmm_(*factors)
+        return factors is not None
 
 
 class _Linear(_Layer):
-    def can_wait(self, x: torch.Tensor) -> bool:
-        return super().can_wait(x) and self.weight.dim() == 2
+    def can_defer(self, x: torch.Tensor) -> bool:
+        return super().can_defer(x) and self.weight.dim() == 2
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return F.linear(x, weight, bias)
@@ -260,21 +269,21 @@ class _Linear(_Layer):
 class _Conv(_Layer):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *settings: Any) -> None:
         super().__init__(weight, bias)
-        spatial = weight.dim() - 2
-        each = [[value] * spatial if isinstance(value, int) else list(value) for value in settings[:3]]
-        self.stride, self.padding, self.dilation = (value * spatial if len(value) == 1 else value for value in each)
+        spatial = weight.dim() - 2  # of a setting there is one number, or one for each spatial dimension
+        lists = [[value] * spatial if isinstance(value, int) else list(value) for value in settings[:3]]
+        self.stride, self.padding, self.dilation = (value * spatial if len(value) == 1 else value for value in lists)
         self.groups: int = settings[3]
 
-    def can_wait(self, x: torch.Tensor) -> bool:
-        return super().can_wait(x) and x.dim() == self.weight.dim()  # an image without batch dimension is not split
+    def can_defer(self, x: torch.Tensor) -> bool:
+        return super().can_defer(x) and x.dim() == self.weight.dim()  # an image without batch dimension is not split
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         nothing = [0] * len(self.stride)
         return torch.convolution(x, weight, bias, self.stride, self.padding, self.dilation, False, nothing, self.groups)
 
     def input_grad(self, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self._backward(x, weight, grad, [True, False, False])[0]
-        return found
+        input_grad: torch.Tensor = self._backward(x, weight, grad, [True, False, False])[0]
+        return input_grad
 
     def weight_grads(self, x: torch.Tensor, grad: torch.Tensor) -> Grads:
         weight = self.weight.detach().to(x.dtype)
@@ -304,18 +313,16 @@ class _Embedding(_Layer):
 
     def weight_grads(self, x: torch.Tensor, grad: torch.Tensor) -> Grads:
         count = self.weight.shape[0]
-        found = torch.ops.aten.embedding_dense_backward(grad, x, count, self.padding_idx, self.by_frequency)
-        return found, None
+        weight_grad = torch.ops.aten.embedding_dense_backward(grad, x, count, self.padding_idx, self.by_frequency)
+        return weight_grad, None
 
 
-class _NotSplit(_Layer):
-    """A layer whose gradients autograd computes as a whole."""
-
-    def can_wait(self, x: torch.Tensor) -> bool:
-        return False
+# The functions below have the parameters of the functions of torch in ``_LAYERS``, and return the layer and its input.
+# They return None in place of a layer whose gradients autograd must compute as a whole.
+_Call = tuple[_Layer | None, torch.Tensor]
 
 
-def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[_Layer, torch.Tensor]:
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> _Call:
     return _Linear(weight, bias), input
 
 
@@ -327,14 +334,14 @@ def _conv(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
-) -> tuple[_Layer, torch.Tensor]:
-    if isinstance(padding, str):
-        reach = [size - 1 for size in weight.shape[2:]]
-        apart = [dilation] * len(reach) if isinstance(dilation, int) else list(dilation)
-        both = [far * step for far, step in zip(reach, apart, strict=True)]
-        if padding != "valid" and any(each % 2 for each in both):
-            return _NotSplit(weight, bias), input  # one more on one side than on the other
-        padding = 0 if padding == "valid" else [each // 2 for each in both]
+) -> _Call:
+    if isinstance(padding, str):  # "same" pads the two sides together by (size - 1) * dilation
+        spatial = weight.shape[2:]
+        dilations = [dilation] * len(spatial) if isinstance(dilation, int) else list(dilation)
+        both_sides = [(size - 1) * step for size, step in zip(spatial, dilations, strict=True)]
+        if padding != "valid" and any(each % 2 for each in both_sides):
+            return None, input  # one more on one side than on the other
+        padding = 0 if padding == "valid" else [each // 2 for each in both_sides]
     return _Conv(weight, bias, stride, padding, dilation, groups), input
 
 
@@ -346,14 +353,14 @@ def _embedding(
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> tuple[_Layer, torch.Tensor]:
+) -> _Call:
     if max_norm is not None or sparse:
-        return _NotSplit(weight, None), input
+        return None, input
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
     return _Embedding(weight, padding, scale_grad_by_freq), input
 
 
-_LAYERS: dict[Any, Callable[..., tuple[_Layer, torch.Tensor]]] = {
+_LAYERS: dict[Any, Callable[..., _Call]] = {
     F.linear: _linear,
     torch.conv1d: _conv,
     torch.conv2d: _conv,

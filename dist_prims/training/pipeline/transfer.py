@@ -1,12 +1,13 @@
 """Messages between the stages of a pipeline over processes: one a micro-batch, over any ``torch.distributed`` group.
 
-The plan fixes which rank sends which message when, so every rank knows all messages beforehand. Four properties:
+A message carries the output of a stage to the next one ("F"), or its gradient back to the stage before ("B"). The plan
+fixes which rank sends which message when, so every rank knows all messages beforehand. Four properties:
 
 *Order.* Messages need no tags. All of them have one order, the order of the plan if every action takes one time unit,
 and each rank posts its receives in that order: so the messages of a pair match, whatever the backend is. With NCCL,
-where a send waits for its receiver and all transfers of a rank are in one queue, a rank also posts the receives that
-come before a send before it sends. So nothing deadlocks: the first unfinished message in that order has no other in
-front of it, on either rank.
+where a send waits for its receiver and all transfers of a rank are in one queue, a rank that is about to send first
+posts the receives that come earlier in the order. So nothing deadlocks: the first unfinished message of the order has
+no other message in front of it, on either rank.
 
 *Receipts.* A message that comes back implies which of the sender's actions are done, and so which messages have arrived
 there: their buffers are free without an acknowledgement.
@@ -75,25 +76,26 @@ class PipelineMessage(NamedTuple):
     """A message that a stage needs of another stage: "F", its input, or "B", the gradient of its output."""
 
     kind: str
-    stage: int
-    micro: int
-    source: int
-    target: int
+    stage: int  # that needs it
+    micro: int  # the number of the micro-batch
+    source: int  # the rank that sends it
+    target: int  # the rank of the stage
 
 
 def messages(plan: PipelinePlan, learn: bool, num_microbatches: int | None = None) -> list[PipelineMessage]:
-    """All messages of a step between ranks, in the order of the plan; of the first ``num_microbatches`` only."""
-    every = _messages(plan, learn, plan.num_microbatches if num_microbatches is None else num_microbatches)
-    return [message for message in every.values() if message.source != message.target]
+    """All messages of a step between ranks, in the order of the plan. ``learn``: with the backward;
+    ``num_microbatches``: only the messages of the first micro-batches, for a batch that has so few."""
+    results = _results(plan, learn, plan.num_microbatches if num_microbatches is None else num_microbatches)
+    return [message for message in results.values() if message.source != message.target]
 
 
-def _messages(plan: PipelinePlan, learn: bool, num_microbatches: int) -> dict[Action, PipelineMessage]:
+def _results(plan: PipelinePlan, learn: bool, num_microbatches: int) -> dict[Action, PipelineMessage]:
     """The message with the result of each action, which may go to a stage of the same rank."""
-    found = {}
+    results = {}
     for action in in_order(plan):
         if is_done(action, learn, num_microbatches) and (to := message_to(plan, action)):
-            found[action] = PipelineMessage(*to, plan.rank_of[action.stage], plan.rank_of[to[1]])
-    return found
+            results[action] = PipelineMessage(*to, plan.rank_of[action.stage], plan.rank_of[to[1]])
+    return results
 
 
 class ActionMessages(NamedTuple):
@@ -105,29 +107,33 @@ class ActionMessages(NamedTuple):
 
 
 class _Script:
-    """What one rank does, sends and receives in a step."""
+    """What one rank does, sends and receives in a step with this number of micro-batches; ``learn``: with a
+    backward."""
 
     def __init__(self, plan: PipelinePlan, rank: int, learn: bool, num_microbatches: int) -> None:
-        results = _messages(plan, learn, num_microbatches)
+        # 1. The actions of the rank, in their order. An action "BW" needs the message "B".
+        results = _results(plan, learn, num_microbatches)
         needs = {message[:3]: message for message in results.values()}
-        self.steps = [
+        self.actions = [
             ActionMessages(action, needs.get((action.kind[0], *action[1:])), results.get(action))
             for action in plan.actions[rank]
             if is_done(action, learn, num_microbatches)
         ]
-        mine = [each for each in messages(plan, learn, num_microbatches) if rank in (each.source, each.target)]
-        self.receives = [each for each in mine if each.target == rank]
-        self.sends = [each for each in mine if each.source == rank]
-        self.turn = {message: at for at, message in enumerate(mine)}
-        at_of = {(action.kind[0], *action[1:]): at for action, (_, at) in plan.places.items()}
-        self.needed_at = {message: at_of[message[:3]] for message in mine}  # in the receiver's actions
+        # 2. The messages of the rank, in the order of the plan; ``turn`` is the place of each.
+        own = [each for each in messages(plan, learn, num_microbatches) if rank in (each.source, each.target)]
+        self.receives = [each for each in own if each.target == rank]
+        self.sends = [each for each in own if each.source == rank]
+        self.turn = {message: turn for turn, message in enumerate(own)}
+        # 3. Receipts: which action of the receiver needs a message, and which action of the sender has made it.
+        number_of = {(action.kind[0], *action[1:]): number for action, (_, number) in plan.places.items()}
+        self.needed_at = {message: number_of[message[:3]] for message in own}
         self.made_at = {message: plan.places[action][1] for action, message in results.items()}
 
 
 class _Transfer(NamedTuple):
-    """A pending transfer, with its buffer."""
+    """A receive that is posted, with its buffer."""
 
-    work: Any
+    work: Any  # what torch has returned
     packet: Packet
     layout: PacketLayout
     failure: str | None = None  # the error, where a layout was expected
@@ -137,9 +143,16 @@ _Packed = tuple[Any, Any]  # layout and packet; for a stage of the same rank Non
 
 
 class Transfers:
-    """The messages of one rank, a step at a time."""
+    """The messages of one rank, a step at a time. One thread calls it, the thread of the program.
+
+    Args:
+        plan: of the pipeline; ``group``: its ranks, every one of which makes Transfers.
+        device: where messages lie.
+        name: of the group for the messages, new and the same on all ranks.
+    """
 
     def __init__(self, plan: PipelinePlan, group: dist.ProcessGroup, device: torch.device, name: str) -> None:
+        # 1. The group of the messages.
         self.group = duplicate(group, name)
         self._device = device
         if device.type == "cuda":  # all ranks must make NCCL's first call in a group
@@ -151,40 +164,46 @@ class Transfers:
         self._finalizer.atexit = False
         if device.type != "cpu":  # with NCCL, ending its communicator is a collective
             self._finalizer.detach()
-        self._queued = device.type == "cuda"
+        # 2. The state of all steps.
+        self._queued = device.type == "cuda"  # NCCL: all transfers of a rank are in one queue
         self._timeout = timeout_of(group, device)
         self._plan = plan
         self._scripts: dict[tuple[bool, int], _Script] = {}  # by whether gradients are passed, and micro-batches
         self._layouts: dict[int, dict[tuple[int, int], PacketLayout]] = {}  # by kind of batch; by stage and micro-batch
         self._pool = Pool(device)
         self._local: dict[PipelineMessage, Tensors] = {}  # between two stages of this rank
-        self._sending: list[tuple[PipelineMessage | None, Any, torch.Tensor]] = []
-        self._unread: list[torch.Tensor] = []
+        self._sending: list[tuple[PipelineMessage | None, Any, torch.Tensor]] = []  # message, work and its buffer
+        self._unread: list[torch.Tensor] = []  # heads of messages that no one has read yet, on CUDA
         self.begin(True, plan.num_microbatches, 0, True)
 
-    def begin(self, learn: bool, num_microbatches: int, slot: int, fresh: bool) -> list[ActionMessages]:
-        """The actions of a step with so many micro-batches of a kind of batch; ``fresh``: its layouts are not known
-        yet."""
+    def begin(self, learn: bool, num_microbatches: int, kind_of_batch: int, is_new_kind: bool) -> list[ActionMessages]:
+        """Begin a step, and return the actions of this rank in it.
+
+        Args:
+            learn: whether the step has a backward; ``num_microbatches``: of the batch, the plan's or fewer.
+            kind_of_batch: the number of the kind; batches of one kind have messages of the same layouts.
+            is_new_kind: the layouts are not known yet: they are sent before the messages "F".
+        """
         if (learn, num_microbatches) not in self._scripts:
             self._scripts[learn, num_microbatches] = _Script(self._plan, self.group.rank(), learn, num_microbatches)
         self._script = self._scripts[learn, num_microbatches]
         self._to_receive = deque(self._script.receives)
         self._to_send = deque(self._script.sends)
-        self._pending: dict[PipelineMessage, _Transfer] = {}
-        self._fresh = fresh
-        if fresh:
-            self._layouts[slot] = {}
+        self._posted: dict[PipelineMessage, _Transfer] = {}
+        self._sends_layouts = is_new_kind
+        if is_new_kind:
+            self._layouts[kind_of_batch] = {}
             self._pool.clear()
-        self._known = self._layouts[slot]
-        return self._script.steps
+        self._layout_of_input = self._layouts[kind_of_batch]  # by stage and micro-batch
+        return self._script.actions
 
     def pack(self, message: PipelineMessage, tensors: Tensors) -> _Packed:
         """The tensors as they are sent; ValueError if their layout differs from the layout in earlier such batches."""
         if message.target == message.source:
             return None, tensors
         layout = PacketLayout(map(spec_of, tensors))
-        if message.kind == "F" and not self._fresh:
-            known = self._known[message[1:3]]
+        if message.kind == "F" and not self._sends_layouts:
+            known = self._layout_of_input[message[1:3]]
             if layout != known:
                 raise ValueError(
                     f"the output of stage {message.stage - 1} is now {layout}, and was {known} for such "
@@ -201,20 +220,23 @@ class Transfers:
         if message.target == message.source:
             self._local[message] = packed[1] if packed else ()
             return
-        self._before(message)
-        is_new = message.kind == "F" and self._fresh
+        self._post_receives_before(message)
+        # 1. An error instead of a layout: the receiver expects no data.
+        is_new = message.kind == "F" and self._sends_layouts
         if packed is None and is_new:
             self.send(message.target, head_of(FAILED, failure))
             return
+        # 2. An error instead of data, in a message of the same length.
         if packed is None:
             data = self._pool.take(self._layout(message)).data
             data.zero_()  # a device that has not read the head computes with it
             data[:HEAD] = head_of(FAILED, failure)
+        # 3. The data, after the layout if the receiver does not know it.
         else:
             layout, packet = packed
             data = packet.data
             if is_new:
-                self._known[message[1:3]] = layout
+                self._layout_of_input[message[1:3]] = layout
                 self._send_layout(message.target, layout)
         self.send(message.target, data, message)
 
@@ -222,23 +244,27 @@ class Transfers:
         """Wait for a message and return its tensors; StageFailedError if it has an error instead."""
         if message.target == message.source:
             return self._receive_local(message)
-        while message not in self._pending:
-            self._post()
-        self._post_ahead()
-        transfer = self._pending.pop(message)
+        # 1. Post the receive, if it was not posted ahead, and wait.
+        while message not in self._posted:
+            self._post_receive()
+        self._post_receives_ahead()
+        transfer = self._posted.pop(message)
         self._wait(transfer.work)
-        self._free(message)
+        self._free_arrived(message)
+        # 2. Does the message have an error? On CUDA to look would wait for the device; see unread().
         if transfer.failure is not None:
             raise StageFailedError(transfer.failure)
-        _, packet, layout, _ = transfer
+        packet = transfer.packet
         if self._queued:
             self._unread.append(packet.data[:HEAD])
         elif packet.status.item():
             raise StageFailedError(read_head(packet.data)[1])
-        pairs = zip(packet.tensors, layout.specs, strict=True)
+        # 3. The tensors are views of the packet, and leaves of autograd on this rank.
+        pairs = zip(packet.tensors, transfer.layout.specs, strict=True)
         return tuple(view.detach().requires_grad_(spec.needs_grad) for view, spec in pairs)
 
     def _receive_local(self, message: PipelineMessage) -> Tensors:
+        """The tensors of a message from another stage of this rank."""
         passed = self._local.pop(message)
         if message.kind != "F":
             return passed
@@ -246,14 +272,14 @@ class Transfers:
         return tuple(each.detach().clone().requires_grad_(each.requires_grad) for each in passed)
 
     def send(self, rank: int, data: torch.Tensor, message: PipelineMessage | None = None) -> None:
-        """Begin to send bytes; :meth:`finish` waits."""
+        """Begin to send bytes to a rank; :meth:`finish` waits. ``message``: of which they are the data."""
         data = data.to(self._device)
-        self._sending.append((message, self._start(dist.isend, data, rank), data))
+        self._sending.append((message, self._start_transfer(dist.isend, data, rank), data))
 
     def receive(self, rank: int, nbytes: int) -> torch.Tensor:
-        """Receive bytes."""
+        """Receive bytes from a rank."""
         data = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        self._wait(self._start(dist.irecv, data, rank))
+        self._wait(self._start_transfer(dist.irecv, data, rank))
         return data
 
     def unread(self) -> StageFailedError | None:
@@ -271,7 +297,7 @@ class Transfers:
 
     def end(self, error: BaseException | None = None) -> None:
         """Leave the group after a call that ``error`` has ended; ranks that wait for this one then raise at once."""
-        self._pending.clear()
+        self._posted.clear()
         self._sending.clear()
         self._local.clear()
         while error is not None:  # gloo closes a connection when nothing refers to a transfer
@@ -288,45 +314,47 @@ class Transfers:
     def _layout(self, message: PipelineMessage) -> PacketLayout:
         """The layout of a message; it is empty where a failure came instead of a layout."""
         if message.kind == "F":
-            return self._known[message[1:3]]
-        return self._known.get((message.stage + 1, message.micro), PacketLayout(())).gradients
+            return self._layout_of_input[message[1:3]]
+        return self._layout_of_input.get((message.stage + 1, message.micro), PacketLayout(())).gradients
 
-    def _before(self, message: PipelineMessage) -> None:
-        """Post the receives that come before a send."""
+    def _post_receives_before(self, message: PipelineMessage) -> None:
+        """With NCCL, post the receives that come before a send in the order of the plan."""
         self._to_send.remove(message)
         while self._queued and self._to_receive and self._script.turn[self._to_receive[0]] < self._script.turn[message]:
-            self._post()
+            self._post_receive()
 
-    def _post(self) -> None:
+    def _post_receive(self) -> None:
         """Post the next receive; the layout comes first if it is not known."""
         message = self._to_receive.popleft()
-        if self._fresh and message.kind == "F":
+        if self._sends_layouts and message.kind == "F":
             layout = self._receive_layout(message.source)
             if isinstance(layout, str):
                 nothing = PacketLayout(())
-                self._pending[message] = _Transfer(None, self._pool.take(nothing), nothing, layout)
+                self._posted[message] = _Transfer(None, self._pool.take(nothing), nothing, layout)
                 return
-            self._known[message[1:3]] = layout
+            self._layout_of_input[message[1:3]] = layout
         layout = self._layout(message)
         packet = self._pool.take(layout)
-        self._pending[message] = _Transfer(self._start(dist.irecv, packet.data, message.source), packet, layout)
+        self._posted[message] = _Transfer(self._start_transfer(dist.irecv, packet.data, message.source), packet, layout)
 
-    def _post_ahead(self) -> None:
+    def _post_receives_ahead(self) -> None:
+        """Post a few receives before they are needed; with NCCL none that comes after a send in the order of the
+        plan."""
         turn = self._script.turn
-        while self._to_receive and len(self._pending) <= _AHEAD and not self._fresh:
+        while self._to_receive and len(self._posted) <= _AHEAD and not self._sends_layouts:
             if self._queued and self._to_send and turn[self._to_send[0]] < turn[self._to_receive[0]]:
                 return
-            self._post()
+            self._post_receive()
 
-    def _free(self, message: PipelineMessage) -> None:
-        """Free the buffers of messages that must have arrived, since their receiver has made ``message`` after them."""
-        script, leaving = self._script, self._sending
+    def _free_arrived(self, message: PipelineMessage) -> None:
+        """Free the buffers of the sent messages whose receiver has used them before it made ``message``."""
+        script, sending = self._script, self._sending
         self._sending = []
-        for each, work, data in leaving:
-            if each and each.target == message.source and script.needed_at[each] <= script.made_at[message]:
+        for sent, work, data in sending:
+            if sent and sent.target == message.source and script.needed_at[sent] <= script.made_at[message]:
                 self._wait(work)
             else:
-                self._sending.append((each, work, data))
+                self._sending.append((sent, work, data))
 
     def _send_layout(self, rank: int, layout: PacketLayout) -> None:
         data = layout.encode()
@@ -340,7 +368,8 @@ class Transfers:
             return text
         return PacketLayout.decode(bytes(self.receive(rank, int(text)).tolist()))
 
-    def _start(self, kind: Any, data: torch.Tensor, peer: int) -> Any:
+    def _start_transfer(self, kind: Any, data: torch.Tensor, peer: int) -> Any:
+        """Post a transfer, and return its work. ``kind``: dist.isend or dist.irecv."""
         if self._queued:
             work = dist.batch_isend_irecv([dist.P2POp(kind, data, group=self.group, group_peer=peer)])[0]
         else:
@@ -360,6 +389,5 @@ class Transfers:
 
 
 def _failure(head: torch.Tensor) -> str | None:
-    if not head[0]:
-        return None
-    return read_head(head)[1]
+    """The error text in the head of a message; None if the message has data."""
+    return read_head(head)[1] if head[0] else None
