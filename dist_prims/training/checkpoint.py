@@ -95,7 +95,7 @@ class Checkpoints:
                     f"Checkpoints: {name!r} is a {type(target).__name__}; give an object with a state_dict"
                 )
         self._streams = {k: v for k, v in sorted(state.items()) if isinstance(v, ShardedSampler | ShardedIterable)}
-        # Those whose state_dict() communicates come first: no other one may fail on a single rank before them.
+        # Objects whose state_dict() communicates come first: no other object may fail on a single rank before them.
         names = sorted(state.keys() - self._streams.keys())
         names.sort(key=lambda name: not getattr(state[name], "collective_state_dict", False))
         self._state = {name: state[name] for name in names}
@@ -119,12 +119,14 @@ class Checkpoints:
         ``background``: return when the state is copied. The checkpoint exists after the next :meth:`wait`, ``save`` or
         ``restore``, which raises if a rank could not write.
         """
+        # 1. Collect the state, and compare it with the other ranks.
         self.wait()
         operation, tensors = f"Checkpoints.save of step {step}", dict[str, torch.Tensor]()
         self._together(operation, lambda: self._check_step(step))
         self._check_names(operation)
         marks, data = self._together(operation, lambda: self._collect(tensors))
         _compare(operation, gather_values(marks, self.group), tensors, self._rank)
+        # 2. Let DCP write the tensors, and _commit() the rest.
         hidden = self.directory / f".step-{step}.{gather_values(secrets.token_hex(4), self.group)[0]}"
         save: Callable[[], object] = functools.partial(
             dcp.save, tensors, checkpoint_id=hidden, process_group=self.group
@@ -190,13 +192,15 @@ class Checkpoints:
             raise ValueError(f"{self.directory} has step {self.steps()[0]}; restore() it, or choose another directory")
 
     def _collect(self, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, int | None], bytes]:
-        """Put the tensors of the state into ``tensors``; return marks, which ranks compare, and this rank's file."""
+        """Put the tensors of the state into ``tensors``; return the marks (a number for each tensor, which must be the
+        same on all ranks, or None where ranks may differ), and the content of this rank's file."""
 
         def put(key: str, tensor: torch.Tensor) -> torch.Tensor:
             if tensors.setdefault(key, tensor) is not tensor:
                 raise ValueError(f"two tensors have the name {key}; choose other names")
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
+        # 1. The shared state: tensors by their names, and everything else with empty tensors in their places.
         state = {name: _map(name, state_of(target), put) for name, target in self._state.items()}
         marks: dict[str, int | None] = {key: _mark(tensor) for key, tensor in tensors.items()}
         for name, target in self._state.items():
@@ -204,6 +208,7 @@ class Checkpoints:
                 marks[f"{name} (names, shapes and plain values)"] = zlib.crc32(repr(state[name]).encode())
             if isinstance(target, nn.Module):
                 marks |= dict.fromkeys({f"{name}.{key}" for key, _ in target.named_buffers()} & tensors.keys())
+        # 2. The file: the structure of the shared state, and what is this rank's own.
         own = {name: state_of(target) for name, target in {**self._own, **self._streams}.items()}
         own = _map("own", own, lambda key, tensor: tensor.cpu().clone())
         file = io.BytesIO()
@@ -214,7 +219,10 @@ class Checkpoints:
         return marks, data
 
     def _commit(self, operation: str, hidden: Path, save: Callable[[], Any], data: bytes) -> None:
-        """Finish the files; when all ranks have done so, give their folder its name."""
+        """Write this rank's files; when all ranks have done so, rank 0 gives their folder its name.
+
+        ``hidden``: the folder; ``save()`` writes the tensors; ``data``: the content of this rank's own file.
+        """
 
         def write() -> list[str]:
             save()
@@ -233,7 +241,9 @@ class Checkpoints:
             raise
 
     def _publish(self, hidden: Path, written: list[list[str]]) -> None:
-        lines = [line for by_rank in written for line in by_rank]
+        """On rank 0: add the list of checksums, rename the folder, and remove old checkpoints and rests of failed
+        saves. ``written``: the lines of each rank's files."""
+        lines = [line for of_rank in written for line in of_rank]
         if missing := [line for line in lines if not (hidden / line.split()[0]).exists()]:
             raise ValueError(
                 f"{missing[0]} of another rank is not in {hidden}; choose a directory that all ranks share"
@@ -330,7 +340,8 @@ def _mark(tensor: torch.Tensor) -> int:
 def _compare(
     operation: str, marks: Iterable[Mapping[str, int | None]], tensors: dict[str, torch.Tensor], own_rank: int
 ) -> None:
-    """Raise if ranks have unlike tensors under one name. One without a mark may differ: the lowest rank saves it."""
+    """Raise if ranks have unlike tensors under one name. A tensor without a mark may differ by rank: the lowest rank
+    that has it saves it, and it is removed from ``tensors`` on the others."""
     first: dict[str, tuple[int, int | None]] = {}
     for rank, by_key in enumerate(marks):
         for key, mark in by_key.items():

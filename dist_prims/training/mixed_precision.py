@@ -51,26 +51,26 @@ def unscale(
         scaler.unscale_(optimizer)
     except (RuntimeError, ValueError) as error:  # raised after the agreement, so that the other ranks do not wait
         failure = error
-    found = found_overflow(scaler, optimizer)
-    status = _FAILED if failure else max([0.0, *(overflow.item() for overflow in found.values())])
-    found.setdefault(device, torch.zeros((), device=device))  # a rank without gradients has checked nothing
-    for overflow in found.values():
+    overflows = found_overflow(scaler, optimizer)  # by device
+    status = _FAILED if failure else max([0.0, *(overflow.item() for overflow in overflows.values())])
+    overflows.setdefault(device, torch.zeros((), device=device))  # a rank without gradients has checked nothing
+    for overflow in overflows.values():
         overflow.fill_(_OVERFLOW)  # a program that steps although this function raises skips the step
     try:
         status = agree_on_overflow(status, group, scaler.get_scale())
     finally:
         if failure:
             raise failure
-    for overflow in found.values():
+    for overflow in overflows.values():
         overflow.fill_(status)
 
 
 def agree_on_overflow(status: float, group: dist.ProcessGroup | None, scale: float | None = None) -> float:
     """The greatest status of all ranks: 0, or 1 for an overflow. A rank that is done in ``join()`` has no ``scale``."""
     scales = [-torch.inf, -torch.inf] if scale is None else [scale, -scale]
-    verdict = torch.tensor([status, *scales], device=message_device(group))
-    dist.all_reduce(verdict, dist.ReduceOp.MAX, group)
-    status, most, least = verdict.tolist()
+    greatest = torch.tensor([status, *scales], device=message_device(group))
+    dist.all_reduce(greatest, dist.ReduceOp.MAX, group)
+    status, most, least = greatest.tolist()  # ``least`` is the least scale with its sign changed
     rank = f"rank {dist.get_rank(group)}: unscale"
     if status == _FAILED:
         raise RuntimeError(f"{rank}: a rank could not unscale its gradients, so no rank may step; see its error")

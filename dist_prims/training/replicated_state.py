@@ -147,26 +147,28 @@ class ReplicatedState:
 
         RuntimeError, on all ranks, if no rank has a state without half a step.
         """
+        # 1. Where is each rank, and which ranks have the state after the last step that is done?
         members = group_of(group, _OPERATION)
         tensors = [pair for module in self._modules.values() for pair in _tensors_of(module)]
         check_same_model("ReplicatedState", [f"targets={sorted(self._targets)}"], tensors, members)
         position = _Position(self.step, self._is_changed(), self.group is None)
-        found = gather_values((position.step, position.is_changed, position.is_new), members)
-        step, current = _most_advanced([_Position(*each) for each in found], members.rank())
+        positions = gather_values((position.step, position.is_changed, position.is_new), members)
+        step, current = _most_advanced([_Position(*each) for each in positions], members.rank())
         is_current = members.rank() in current
         is_repeated = self._begun is not None and self.step == step
         has_computed = self._begun is not None and self.step == step - 1
-        positions = self._gather_positions(members, is_repeated, has_position=is_current or has_computed)
+        # 2. Undo the step that is repeated, and take the state from the lowest rank that has it.
+        in_streams = self._gather_positions(members, is_repeated, has_position=is_current or has_computed)
         if is_repeated:
             self._roll_back()
         random: dict[str, Any] = {}
         if len(current) < members.size():
             random = self._transfer(min(current), members, take=not is_current)
-        # The state is whole now, and no collective follows: if a rank dies, the next call finds these steps done.
+        # 3. The state is whole now, and no collective follows: if a rank dies, the next call finds these steps done.
         self.step, self._begun, self.group = step, None, members
         if random and not (is_repeated or has_computed):
             randomness.derive(random, members.rank())
-        self._resize_targets(members, positions)
+        self._resize_targets(members, in_streams)
         for module in self._modules.values():
             module.zero_grad()
 
@@ -277,9 +279,8 @@ def _most_advanced(positions: Sequence[_Position], rank: int) -> tuple[int, list
 
 def _note_step(state: weakref.ref[ReplicatedState], *_: object) -> None:
     """Called when an optimizer is about to step."""
-    found = state()
-    if found is not None:
-        found._has_stepped = True
+    if (alive := state()) is not None:
+        alive._has_stepped = True
 
 
 def _tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

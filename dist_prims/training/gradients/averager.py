@@ -8,7 +8,7 @@ from then on, so nothing is unpacked. Where ranks share memory a large bucket is
 ::
 
     backward    | layer 3 | layer 2 | layer 1 |        buckets are sent strictly in their order, which is the same
-    buckets               | 0 ......| 1 ......| ..     on every rank; what is missing in one when backward ends
+    buckets               | 0 ......| 1 ......| ..     on every rank; a gradient that is missing when backward ends
                                                 ^ end  counts as zero
 
 Why ``.grad`` may be None in between (``zero_grad()`` as it is by default): autograd then hands over the tensor that it
@@ -53,11 +53,11 @@ from .nested_backward import within_a_backward
 from .ownership import assign, predecessors, release
 from .sparse import announced_sparse
 from .torch_averaging import averaging_problem
-from .uneven_batches import STEP, VERDICT, Joining, ShadowSteps, join
+from .uneven_batches import STEP, UNSCALE, Joining, ShadowSteps, join
 
 __all__: list[str] = []
 
-_NO_BACKWARD, _ONCE = -1, -2  # values of _task beside the number of a backward
+_NO_BACKWARD, _ONCE = -1, -2  # values of _task besides the number of a backward
 
 
 class GradientAverager:
@@ -97,7 +97,7 @@ class GradientAverager:
         compress: str | Compressor | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._given = group_of(group, "GradientAverager")
+        self._given = group_of(group, "GradientAverager")  # the group of the program; _group is the averager's own
         self._rank, self._ranks = self._given.rank(), ranks_of(self._given)
         self._names = [name for name, _ in model.named_parameters()]
         self._parameters = [parameter for _, parameter in model.named_parameters()]
@@ -105,10 +105,10 @@ class GradientAverager:
         self._device = self._parameters[0].device if self._parameters else torch.device("cpu")
         self._model, self._limit = model, int(bucket_mb * 2**20)
         self._overlap = self._sends_full = overlap  # _sends_full: send a full bucket at once, in this step
-        self._prepare(model, bucket_mb, compress)
+        self._check_arguments(model, bucket_mb, compress)
         self._begin_group()
         self._watch = ModelWatch(model, self._rank)
-        self._local = False
+        self._only_adds = False  # in no_sync() and once(): gradients are not averaged
         self._joining: Joining | None = None
         self._lock = threading.RLock()  # each device has a thread of autograd
         hook = functools.partial(_arrived, weakref.ref(self))
@@ -116,7 +116,7 @@ class GradientAverager:
         take(self._compressor, self)
         assign(self._parameters, self)
 
-    def _prepare(self, model: torch.nn.Module, bucket_mb: float, compress: str | Compressor | None) -> None:
+    def _check_arguments(self, model: torch.nn.Module, bucket_mb: float, compress: str | Compressor | None) -> None:
         """Check the arguments (an error on one rank raises on all), and replace former averagers."""
         self._gone = ""  # why this averager is not in use, if it is not
         problem = averaging_problem("GradientAverager", model, self._rank)
@@ -156,7 +156,7 @@ class GradientAverager:
         sparse = announced_sparse(self._model, self._parameters)
         self._averaging = Averaging(self._names, self._parameters, self._group, self._compressor, self._limit, sparse)
         self._task = _NO_BACKWARD  # or the backward whose gradients are averaged
-        self._outer: weakref.ref[Ending] | None = None  # what runs at its end; autograd keeps it until then
+        self._ending: weakref.ref[Ending] | None = None  # runs at the end of the backward; autograd keeps it until then
 
     def resize(self, group: dist.ProcessGroup | None = None) -> None:
         """Average over the ranks of another group, as after ``dist_prims.shrink`` or ``grow``; all of them call this.
@@ -190,11 +190,11 @@ class GradientAverager:
     def no_sync(self) -> Iterator[None]:
         """Context in which ``backward()`` only adds to this rank's gradients; the next one outside averages the sum."""
         self._check_in_use()
-        before, self._local = self._local, True
+        before, self._only_adds = self._only_adds, True
         try:
             yield
         finally:
-            self._local = before
+            self._only_adds = before
 
     @contextmanager
     def once(self) -> Iterator[Callable[[Iterable[torch.Tensor]], None]]:
@@ -210,19 +210,19 @@ class GradientAverager:
         >>> model.weight.grad
         tensor([[3., 3.]])
         """
-        if self._local:
+        if self._only_adds:
             yield _nothing
             return
         self._check_in_use()
         self._begin(_ONCE)
-        self._local = True
+        self._only_adds = True
         try:
             yield self._complete
         except BaseException:
             self._task = _NO_BACKWARD
             raise
         finally:
-            self._local = False
+            self._only_adds = False
         self.end()
 
     @contextmanager
@@ -260,7 +260,7 @@ class GradientAverager:
         """``scaler.unscale_(optimizer)``, and all ranks find an inf where one does: all skip the step, or none."""
         self._check_in_use()
         if self._joining and scaler.is_enabled():
-            self._joining.announce(VERDICT)
+            self._joining.announce(UNSCALE)
         unscale(scaler, optimizer, self._group)
 
     def remove(self) -> None:
@@ -289,11 +289,11 @@ class GradientAverager:
         try:
             self._averaging.end(self._joining.announce(STEP) if self._joining else 1.0)
         finally:
-            self._task, self._outer = _NO_BACKWARD, None
+            self._task, self._ending = _NO_BACKWARD, None
 
     def _take_part(self, kind: int, factor: float) -> None:
         """In :meth:`join`, when this rank is done: take part in a step of the others with zeros, and leave none."""
-        if kind == VERDICT:
+        if kind == UNSCALE:
             agree_on_overflow(0.0, self._group)
             return
         self._averaging.begin()
@@ -330,7 +330,7 @@ class GradientAverager:
                 "ranks, which has no graph; use torch.autograd.grad(..., create_graph=True) for the inner derivative"
             )
         with self._lock:
-            if self._local:
+            if self._only_adds:
                 self._keep(number)
                 return
             if graph_task_id() != self._task:
@@ -363,8 +363,8 @@ class GradientAverager:
     def _begin_in_backward(self) -> None:
         """Begin a step: the first gradient of a backward has arrived."""
         nested = within_a_backward()
-        if nested and self._outer is not None and self._outer() is not None:
-            return  # a backward within ours, such as a checkpoint's: its gradients belong to the step that has begun
+        if nested and self._ending is not None and self._ending() is not None:
+            return  # a backward within the averaged one, as in a checkpoint: its gradients belong to the step that runs
         self._averaging.sender.refuse_shown()
         if nested:
             raise RuntimeError(
@@ -375,7 +375,7 @@ class GradientAverager:
         self._begin(graph_task_id())
         ending = Ending.of_this_backward()
         ending.add(self)
-        self._outer = weakref.ref(ending)
+        self._ending = weakref.ref(ending)
 
     def _begin(self, task: int) -> None:
         self._averaging.sender.refuse_shown()
@@ -385,13 +385,13 @@ class GradientAverager:
                 "do; call resize() on all ranks, or make a new averager"
             )
         self._averaging.begin()
-        self._task, self._outer = task, None
+        self._task, self._ending = task, None
 
 
 def _arrived(averager: weakref.ref[GradientAverager], number: int, parameter: torch.Tensor) -> None:
-    found = averager()
-    if found is not None:
-        found._arrived(number, parameter)
+    """The hook of a parameter, which does not keep the averager alive."""
+    if (alive := averager()) is not None:
+        alive._arrived(number, parameter)
 
 
 def _nothing(*_: object) -> None:

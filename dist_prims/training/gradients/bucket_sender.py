@@ -25,6 +25,10 @@ __all__: list[str] = []
 class BucketSender:
     """The buckets of a model, and which of their gradients have arrived in this backward pass.
 
+    Args:
+        parameters: of the model; a parameter has a number, its place here.
+        compressor: averages the buckets; ``limit``: bytes of a bucket; ``group``: the ranks.
+
     >>> weight = torch.ones(2, requires_grad=True)
     >>> from ..compression.compressor import Exact
     >>> sender = BucketSender([weight], Exact(), 2**20, dist.group.WORLD)
@@ -75,15 +79,16 @@ class BucketSender:
 
     def forget(self) -> None:
         """Discard the gradients that have arrived."""
-        self._missing = [len(numbers) for numbers in self.layout.members]
-        self._streams: list[set[torch.cuda.Stream]] = [set() for _ in self._missing]
-        self._endings: list[Callable[[], object]] = []
+        self._missing = [len(numbers) for numbers in self.layout.members]  # of each bucket
+        self._streams: list[set[torch.cuda.Stream]] = [set() for _ in self._missing]  # that have written to each bucket
+        self._endings: list[Callable[[], object]] = []  # of the buckets that are sent: wait for the mean
         for bucket in self.layout.buckets:
             if bucket.incremental:
                 bucket.incremental.forget()
 
     @property
     def sent(self) -> int:
+        """The number of buckets that are sent."""
         return len(self._endings)
 
     def refuse_shown(self) -> None:
@@ -99,6 +104,7 @@ class BucketSender:
         return number in self.layout.place
 
     def place(self, number: int) -> torch.Tensor:
+        """The part of a bucket for the gradient of a parameter, in its shape."""
         return self.layout.place[number][1]
 
     def arrive(self, number: int, factor: float) -> bool:
@@ -153,6 +159,7 @@ class BucketSender:
             self._send(is_last=True)
 
     def wait(self) -> None:
+        """Wait until all buckets that are sent are means."""
         for end in self._endings:
             end()
 
@@ -161,6 +168,7 @@ class BucketSender:
             bucket.flat.mul_(factor)
 
     def _send(self, is_last: bool = False) -> None:
+        """Send the next bucket; ``is_last``: backward has ended, so nothing else is left to do meanwhile."""
         for stream in self._streams[self.sent]:  # a layer may compute on a stream of its own
             torch.cuda.current_stream(stream.device).wait_stream(stream)
         bucket, begin = self.layout.buckets[self.sent], recorder.started()

@@ -31,7 +31,7 @@ def kind_of(parameter: torch.Tensor) -> int:
 
 
 @dataclass
-class Verdict:
+class Presence:
     """For each kind and parameter: the highest rank, from 1, whose parameter is of that kind; 0 if none is."""
 
     rows: list[list[int]]
@@ -75,10 +75,10 @@ class Agreement:
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    def read(self) -> Verdict:
+    def read(self) -> Presence:
         if self._copied is not None:
             self._copied.synchronize()
-        return Verdict(self._table.view(_KINDS, -1).tolist())
+        return Presence(self._table.view(_KINDS, -1).tolist())
 
     @staticmethod
     def table(kinds: Sequence[int | None], rank: int, device: torch.device) -> torch.Tensor:

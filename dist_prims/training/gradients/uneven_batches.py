@@ -26,6 +26,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,30 +39,34 @@ from ..group_duplicates import ranks_of
 __all__: list[str] = []
 
 # The kinds of an announcement: no more steps, an averaging, what a GradScaler has found, and an inner join().
-DONE, STEP, VERDICT, ENTER = range(4)
+DONE, STEP, UNSCALE, ENTER = range(4)
 _NAMES = ("has no more steps", "averages the gradients of {}", "calls unscale_() of {}", "enters join() of {}")
 
 
 @dataclass
 class ShadowSteps:
-    """What a rank that is done does for an averager in ``join()``: functions of the averager.
-
-    ``take_part(kind, factor)`` takes part in a step of the others, with zeros; ``synchronize(rank)`` takes the
-    parameters of a rank that has made the last step.
-    """
+    """What a rank that is done does for an averager in ``join()``: functions of the averager."""
 
     name: str
     by_size: bool  # divide sums by the number of all ranks
-    take_part: Callable[[int, float], None]
-    synchronize: Callable[[int], None]
+    take_part: Callable[[int, float], None]  # (kind, factor): take part in a step of the others, with zeros
+    synchronize: Callable[[int], None]  # take the parameters of this rank, which has made the last step
 
 
 @dataclass
 class Contexts:
-    """The contexts of this thread, from the outermost ``join()``."""
+    """The contexts of this thread."""
 
-    entered: list[Joining] = field(default_factory=list)
+    entered: list[Joining] = field(default_factory=list)  # the outermost ``join()`` first
     disagreement: str = ""  # of the ranks; a text, since an error would keep the frames of a program alive
+
+
+class NextStep(NamedTuple):
+    """The step that all ranks make next, by the announcements of all of them."""
+
+    number: int  # of the averager in ``Contexts.entered``
+    kind: int  # STEP or UNSCALE
+    factor: float  # of sums that were divided by the number of all ranks
 
 
 @dataclass(eq=False)
@@ -75,16 +80,16 @@ class Joining:
     """
 
     part: ShadowSteps
-    given: dist.ProcessGroup
-    channel: dist.ProcessGroup
+    given: dist.ProcessGroup  # the ranks of the averager
+    channel: dist.ProcessGroup  # a group of these ranks for the announcements
     contexts: Contexts = field(repr=False)
     last: int | None = None  # a rank that has made the last step
 
     def announce(self, kind: int) -> float:
         """Announce a step of this averager, and wait for the other ranks; return the factor of what was divided by the
         number of all ranks."""
-        found = _exchange(self.contexts, kind, self.contexts.entered.index(self))
-        return found[2] if found else 1.0
+        step = _announce(self.contexts, kind, self.contexts.entered.index(self))
+        return step.factor if step else 1.0
 
 
 _nested = threading.local()
@@ -92,8 +97,10 @@ _nested = threading.local()
 
 @contextmanager
 def join(part: ShadowSteps, given: dist.ProcessGroup, channel: Callable[[], dist.ProcessGroup]) -> Iterator[Joining]:
-    """The context of ``GradientAverager.join()``. ``given``: the ranks; ``channel()`` makes a group of them for the
-    announcements, if this is the outermost join()."""
+    """The context of ``GradientAverager.join()``.
+
+    ``given``: the ranks; ``channel()`` makes a group of them for the announcements, if this is the outermost join().
+    """
     contexts: Contexts = vars(_nested).get("contexts") or Contexts()
     joined = contexts.entered
     _check(part, given, contexts)
@@ -102,9 +109,8 @@ def join(part: ShadowSteps, given: dist.ProcessGroup, channel: Callable[[], dist
     _nested.contexts = contexts
     try:
         yield joining
-        while found := _exchange(contexts, DONE):
-            number, kind, factor = found
-            joined[number].part.take_part(kind, factor)
+        while step := _announce(contexts, DONE):
+            joined[step.number].part.take_part(step.kind, step.factor)
         for each in joined:
             if each.last is not None:
                 each.part.synchronize(each.last)
@@ -125,16 +131,17 @@ def _check(part: ShadowSteps, given: dist.ProcessGroup, contexts: Contexts) -> N
             "that join() first"
         )
     elif joined:
-        given = joined[0].channel  # not that of this averager: it may differ by rank
-        _exchange(contexts, ENTER, len(joined))
-    mine = [f"averager {part.name}", f"in {len(joined)} others", f"divide_by_initial_world_size={part.by_size}"]
-    found = gather_values(mine, given, "GradientAverager.join", problem)
-    check_lists("GradientAverager.join", found, "Every rank must enter the same averagers in the same order", given)
+        given = joined[0].channel  # not the group of this averager: ranks may have entered different averagers
+        _announce(contexts, ENTER, len(joined))
+    own = [f"averager {part.name}", f"in {len(joined)} others", f"divide_by_initial_world_size={part.by_size}"]
+    of_ranks = gather_values(own, given, "GradientAverager.join", problem)
+    check_lists("GradientAverager.join", of_ranks, "Every rank must enter the same averagers in the same order", given)
 
 
-def _exchange(contexts: Contexts, kind: int, number: int = 0) -> tuple[int, int, float] | None:
-    """Announce what this rank does next, by its kind and the number of the averager. Return the step that is to be
-    taken now, its number and kind, and the factor; None if no rank has one."""
+def _announce(contexts: Contexts, kind: int, number: int = 0) -> NextStep | None:
+    """Announce what this rank does next, by its kind and the number of the averager, and wait for the announcements of
+    all ranks. Return the step that all ranks make now; None if no rank has one, or all enter an inner join()."""
+    # 1. The announcements of all ranks. All of them must be the first one that is not DONE, or DONE.
     joined = contexts.entered
     channel = joined[0].channel
     if not contexts.disagreement:
@@ -148,15 +155,17 @@ def _exchange(contexts: Contexts, kind: int, number: int = 0) -> tuple[int, int,
         contexts.disagreement = next((_text(rows, first, r) for r, row in enumerate(rows) if row not in agreeing), "")
     if contexts.disagreement:
         raise MismatchError(f"rank {channel.rank()}: GradientAverager.join: {contexts.disagreement}")
+    # 2. The step.
     if kind in (DONE, ENTER):
         return None
     joined[number].last = first
-    steps = sum(row[1] != DONE for row in rows)
-    return number, kind, 1.0 if joined[number].part.by_size else channel.size() / steps
+    active = sum(row[1] != DONE for row in rows)
+    return NextStep(number, kind, 1.0 if joined[number].part.by_size else channel.size() / active)
 
 
 def _text(rows: Sequence[tuple[int, int, int]], first: int, second: int) -> str:
-    """The disagreement of two ranks, and the remedy."""
+    """The disagreement of two ranks, and the remedy. ``rows``: of each rank the number of its contexts, the kind of its
+    announcement, and the number of the averager."""
     if rows[first][0] != rows[second][0]:
         left = min(first, second, key=lambda rank: rows[rank][0])
         remedy = (
