@@ -155,7 +155,7 @@ class _Bench:
 
     def time(self, schedule: Schedule, segments: int, tensor: torch.Tensor) -> float:
         """The seconds of one call by the schedule on the slowest rank."""
-        # 1. The backend uses the schedule for every all_reduce, until it is told otherwise in step 3.
+        # 1. The backend uses the schedule for every all_reduce until step 3.
         pinned = RankSchedule.of(self.order.renumbered(schedule), self.rank, "probe", segments, high=1 << 62)
         self.backend.pin("all_reduce", "probe", lambda root: [pinned])
         # 2. The first call converts the schedule; the second one is timed.

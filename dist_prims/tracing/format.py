@@ -16,7 +16,7 @@ MAGIC = 0x3130454341525444  # "DTRACE01"
 VERSION = 1
 HEADER_BYTES = 4096
 SLOT = 64  # bytes
-HEADER = struct.Struct("<QQQQ32xQ56xQ56xQ56xQ")  # the fields of ``Header``; a counter has a cache line of its own
+HEADER = struct.Struct("<QQQQ32xQ56xQ56xQ56xQ")  # the fields of ``TraceHeader``; a counter has a cache line of its own
 DROPPED_BY_PYTHON = 128  # where the field ``dropped`` is
 COUNTER = struct.Struct("<Q")
 
@@ -43,7 +43,7 @@ COLLECTIVES: tuple[str, ...] = ("all_reduce", "reduce_scatter", "all_gather", "b
 COLLECTIVES += ("scatter", "all_to_all", "barrier", "scan", "exclusive_scan")
 
 
-class Header(NamedTuple):
+class TraceHeader(NamedTuple):
     """The header of a file. Slots are counted, offsets are bytes from the beginning of the file."""
 
     magic: int

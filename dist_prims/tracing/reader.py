@@ -185,7 +185,7 @@ def read_file(path: Path) -> ProcessTrace:
     data = path.read_bytes()
     if len(data) < fmt.HEADER_BYTES or int.from_bytes(data[:8], "little") != fmt.MAGIC:
         raise ValueError("not a trace")
-    header = fmt.Header(*fmt.HEADER.unpack_from(data))
+    header = fmt.TraceHeader(*fmt.HEADER.unpack_from(data))
     if header.version != fmt.VERSION:
         raise ValueError(f"of format {header.version}; this version reads format {fmt.VERSION}")
     ends = header.cpp_offset + header.cpp_slots * fmt.SLOT, fmt.HEADER_BYTES + header.python_slots * fmt.SLOT

@@ -100,7 +100,7 @@ class TraceRecorder:
         finally:
             os.close(file)
         header = fmt.HEADER.pack(
-            *fmt.Header(fmt.MAGIC, fmt.VERSION, events, self._cpp_offset, 0, 0, self._python_slots, ended=0)
+            *fmt.TraceHeader(fmt.MAGIC, fmt.VERSION, events, self._cpp_offset, 0, 0, self._python_slots, ended=0)
         )
         memory[8 : len(header)] = header[8:]
         memory[:8] = header[:8]  # last: a file with this number has a whole header
@@ -183,7 +183,7 @@ class TraceRecorder:
         """Replace the file by one without the unused slots. C++ must not write to it any more."""
         if self._native:
             _core().dist_prims_trace_close(self._native)
-        header = fmt.Header(*fmt.HEADER.unpack_from(self._memory))
+        header = fmt.TraceHeader(*fmt.HEADER.unpack_from(self._memory))
         events, texts = min(next(self._taken), self._python_slots - _RESERVED_FOR_TEXTS), self._text_slots
         python_slots, cpp_slots = events + texts, min(header.cpp_taken, header.cpp_slots)
         cpp_offset = fmt.HEADER_BYTES + fmt.SLOT * python_slots
