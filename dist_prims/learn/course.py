@@ -37,7 +37,7 @@ def files() -> list[Path]:
 
 @dataclass(frozen=True)
 class LessonPart:
-    """A cell of code, or the text between two cells. ``line``: of code, the number of its first line in the file."""
+    """A cell of code, or the text between two cells. ``line``: the number of its first line in the file."""
 
     is_code: bool
     text: str
@@ -45,17 +45,23 @@ class LessonPart:
 
 
 def split(lesson: str) -> list[LessonPart]:
-    """The parts of the text of a lesson, without its front matter."""
+    """The parts of the text of a lesson, without its front matter, the lines between ``---`` at its beginning."""
     parts = []
-    begin = found.end() if (found := _FRONT_MATTER.match(lesson)) else 0
-    for cell in [*_CELL.finditer(lesson), None]:
-        between = lesson[begin : cell.start() if cell else len(lesson)]
-        if between.strip():
-            parts.append(LessonPart(False, between.strip(), 1 + lesson.count("\n", 0, begin)))
+    front_matter = _FRONT_MATTER.match(lesson)
+    end_of_previous = front_matter.end() if front_matter else 0
+    for cell in [*_CELL.finditer(lesson), None]:  # None: the text after the last cell
+        text = lesson[end_of_previous : cell.start() if cell else len(lesson)]
+        if text.strip():
+            begin = end_of_previous + len(text) - len(text.lstrip())
+            parts.append(LessonPart(False, text.strip(), _line_number(lesson, begin)))
         if cell:
-            parts.append(LessonPart(True, cell[1].rstrip("\n"), 1 + lesson.count("\n", 0, cell.start(1))))
-            begin = cell.end()
+            parts.append(LessonPart(True, cell[1].rstrip("\n"), _line_number(lesson, cell.start(1))))
+            end_of_previous = cell.end()
     return parts
+
+
+def _line_number(text: str, position: int) -> int:
+    return 1 + text.count("\n", 0, position)
 
 
 def notebook(lesson: str) -> dict[str, Any]:
@@ -70,7 +76,7 @@ def notebook(lesson: str) -> dict[str, Any]:
 
 
 def execute(lesson: Path) -> Iterator[dict[str, str]]:
-    """Execute the cells of a lesson in this process; what each has printed ("text"), and shown as "html"."""
+    """Execute the cells of a lesson in this process; yields what each cell has printed ("text") and shown ("html")."""
     program = types.ModuleType("__main__")
     sys.modules["__main__"] = program
     for part in split(lesson.read_text(encoding="utf-8")):
@@ -79,17 +85,20 @@ def execute(lesson: Path) -> Iterator[dict[str, str]]:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             value = _execute(part, lesson, vars(program))
-        shows = [getattr(value, name)() for name in ("_repr_html_", "_repr_svg_") if hasattr(value, name)]
-        html = next(filter(None, shows), "")
+        pictures = [getattr(value, name)() for name in ("_repr_html_", "_repr_svg_") if hasattr(value, name)]
+        html = next(filter(None, pictures), "")
         if value is not None and not html:
             printed.write(repr(value))
         yield {"text": printed.getvalue(), "html": html}
 
 
 def _execute(part: LessonPart, lesson: Path, names: dict[str, Any]) -> Any:
-    """Execute a cell; the value of the expression at its end. Tracebacks name the lesson and its line."""
+    """Execute a cell, and return the value of the expression at its end, or None if it ends in no expression.
+
+    Empty lines before the cell give its lines the numbers that they have in the lesson, for tracebacks.
+    """
     tree = ast.parse("\n" * (part.line - 1) + part.text, str(lesson))
-    last = tree.body[-1]
+    last = tree.body[-1] if tree.body else None  # None: a cell that is empty, or has comments only
     if not isinstance(last, ast.Expr):
         exec(compile(tree, str(lesson), "exec"), names)
         return None

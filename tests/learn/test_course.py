@@ -25,6 +25,22 @@ def code(path: Path) -> str:
     return "\n".join(part.text for part in course.split(path.read_text()) if part.is_code)
 
 
+def test_a_part_of_a_lesson_knows_the_line_on_which_it_begins() -> None:
+    """The text after a cell had the number of the line that ends the cell."""
+    lines = PAGES[0].read_text().split("\n")
+    for part in course.split(PAGES[0].read_text()):
+        assert lines[part.line - 1] == part.text.split("\n")[0]
+
+
+def test_a_cell_without_statements_shows_nothing(tmp_path: Path) -> None:
+    """An empty cell, and one of comments, ended in an IndexError."""
+    lesson = tmp_path / "lesson.md"
+    lesson.write_text("```{code-cell}\n```\n\n```{code-cell}\n# only a comment\n```\n\n```{code-cell}\n1 + 1\n```\n")
+    run = [sys.executable, "-m", "dist_prims.learn.course", str(lesson), str(tmp_path / "output.json")]
+    subprocess.run(run, check=True, timeout=60)
+    assert [cell["text"] for cell in json.loads((tmp_path / "output.json").read_text())] == ["", "", "2"]
+
+
 def test_the_course_has_ten_pages_in_order() -> None:
     titles = [course.split(path.read_text())[0].text.split("\n")[0] for path in PAGES]
     assert [int(path.stem[:2]) for path in PAGES] == list(range(1, 11))
