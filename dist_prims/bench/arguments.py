@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 import torch
 
 from ..launch import detect, init, spawn
-from ..schedules.advice import parse_bytes
+from ..units import parse_bytes
 
 __all__: list[str] = []
 

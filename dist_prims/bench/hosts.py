@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ..backend.options import BackendOptions
 from ..launch import init
-from ..schedules.advice import format_bytes, format_duration
+from ..units import format_bytes, format_duration
 from .arguments import names_of, positive, sizes
 from .cases import CASES, MESSAGES, Buffers
 from .measure import Contender, Line, measure

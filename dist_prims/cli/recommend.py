@@ -7,10 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..schedules import advice
 from ..schedules.piggyback import added_seconds, fits
 from ..schedules.recommend import EXCHANGES, MUCH_SHORTER, recommend
+from ..schedules.recommendation_report import describe_answer, describe_question
 from ..schedules.topology import Level, Topology
+from ..units import format_duration, parse_bytes, parse_duration, parse_link_speed
 
 __all__: list[str] = []
 
@@ -38,10 +39,10 @@ def add(commands: Any) -> None:
 def run(given: argparse.Namespace) -> int:
     if given.hosts < 1 or given.ranks < 1:
         raise ValueError(f"--hosts {given.hosts} --ranks {given.ranks}: both must be at least 1")
-    count = advice.parse_bytes(given.bytes)
+    count = parse_bytes(given.bytes)
     topology, source = _topology(given)
     found = recommend(given.collective, count, topology)
-    print(f"{advice.describe(given.collective, count, topology, source)}\n\n{advice.report(found)}")
+    print(f"{describe_question(given.collective, count, topology, source)}\n\n{describe_answer(found)}")
     print(_how_to_run(given.collective, given.hosts, found.candidates[0].schedule.algorithm))
     if given.hosts > 1 and given.collective not in _WITHOUT_CHOICE and fits(given.collective, count, topology):
         print(_with_agreement(added_seconds(given.collective, count, topology), found.candidates[0].seconds))
@@ -50,7 +51,7 @@ def run(given: argparse.Namespace) -> int:
 
 def _with_agreement(added: float, best: float) -> str:
     """A sentence on data that the backend sends in the messages by which the ranks agree on the call."""
-    adds = f"The data adds {advice.format_duration(added)} to the messages by which the ranks agree on the call"
+    adds = f"The data adds {format_duration(added)} to the messages by which the ranks agree on the call"
     return f"{adds}, so the backend {'sends it in them and needs no schedule' if added < best else 'uses a schedule'}."
 
 
@@ -79,7 +80,7 @@ def _topology(given: argparse.Namespace) -> tuple[Topology, str]:
         except ValueError as error:
             raise ValueError(f"{given.calibration}: {error}") from None
     links = {**_LINKS, **asked}
-    inner = Level(advice.parse_duration(links["inner_latency"]), advice.parse_link_speed(links["inner_link"]))
-    outer = Level(advice.parse_duration(links["latency"]), advice.parse_link_speed(links["link"]))
+    inner = Level(parse_duration(links["inner_latency"]), parse_link_speed(links["inner_link"]))
+    outer = Level(parse_duration(links["latency"]), parse_link_speed(links["link"]))
     assumed = ", ".join(name.replace("_", " ") for name in _LINKS if name not in asked)
     return Topology(hosts, inner, outer, _GAMMA), f"assumed: {', '.join(filter(None, [assumed, 'reducing']))}"

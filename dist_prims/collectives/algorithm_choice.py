@@ -17,11 +17,11 @@ import re
 from typing import Any, NamedTuple
 
 from ..schedules import Schedule, algorithms, lookup
-from ..schedules.advice import parse_bytes
 from ..schedules.cost import Cost, cost_of
 from ..schedules.load import Hosts
 from ..schedules.registry import Algorithm, load_by_card
 from ..schedules.trust import evaluated, may_be_chosen
+from ..units import parse_bytes
 
 __all__: list[str] = []
 

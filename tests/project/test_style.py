@@ -34,15 +34,16 @@ LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "plain_values": set(),
     "processes": set(),
-    "schedules": set(),
     "threads": set(),
     "torch_compat": set(),
+    "units": set(),
+    "schedules": {"units"},
     "_chart": {"schedules"},
     "agreement": {"errors", "plain_values", "torch_compat"},
     "learn": {"processes", "schedules"},
     "rendezvous": {"errors", "threads"},
     "tracing": {"rendezvous", "schedules", "threads"},
-    "collectives": {"agreement", "errors", "rendezvous", "schedules", "torch_compat", "threads", "tracing"},
+    "collectives": {"agreement", "errors", "rendezvous", "schedules", "torch_compat", "threads", "tracing", "units"},
     "_console": {"collectives"},
     "ops": {"collectives", "errors", "torch_compat"},
     "parallel": {"agreement", "collectives", "errors", "torch_compat"},
@@ -67,8 +68,20 @@ LAYERS: dict[str, set[str]] = {
         "schedules",
         "torch_compat",
         "training",
+        "units",
     },
-    "cli": {"_output", "backend", "bench", "launch", "learn", "rendezvous", "schedules", "torch_compat", "tracing"},
+    "cli": {
+        "_output",
+        "backend",
+        "bench",
+        "launch",
+        "learn",
+        "rendezvous",
+        "schedules",
+        "torch_compat",
+        "tracing",
+        "units",
+    },
     "__main__": {"cli"},
 }
 # The files with imports inside functions, and why. An import there must not hide an edge that the layers forbid.
@@ -111,7 +124,7 @@ TRAINING = {
     "sharding": {"gradients", "state_transfer"},
     "replicated_state": {"data", "gradients", "randomness", "state_transfer", "stateful"},
 }
-PURE = {"_output", "learn", "processes", "schedules", "tracing", "_chart"}  # no torch
+PURE = {"_output", "learn", "processes", "schedules", "tracing", "units", "_chart"}  # no torch
 # The file that uses private API of torch itself, instead of torch_compat: it is about the internals of the compiler.
 # The list may only become shorter.
 PRIVATE_TORCH = {"ops.py"}
