@@ -10,6 +10,7 @@ import numpy as np
 
 from ..schedules import Schedule, ScheduleError, build, lookup
 from ..schedules.catalogue import SYMBOLS, text_table
+from ..schedules.cost import chunks_sent
 from ..schedules.draw import caption, describe_contract, numbers, terminal
 from ..schedules.trust import MOST_RANKS
 from .registered import in_line, registered_by
@@ -146,12 +147,10 @@ def _facts(schedule: Schedule) -> Iterator[tuple[str, str]]:
 
 def _sent(schedule: Schedule) -> str:
     """The fraction of the data that each rank sends; ranks that send the same are grouped."""
-    rows = np.zeros(schedule.size, np.int64)
-    for step in schedule.steps:
-        rows += np.bincount(step.src[step.src != step.dst], minlength=schedule.size)
-    by_count = {count: np.flatnonzero(rows == count).tolist() for count in dict.fromkeys(rows.tolist())}
+    chunks = chunks_sent(schedule)
+    by_count = {count: np.flatnonzero(chunks == count).tolist() for count in dict.fromkeys(chunks.tolist())}
     if len(by_count) == 1:
-        return f"{int(rows[0]) * schedule.share} of the data by every rank"
+        return f"{int(chunks[0]) * schedule.share} of the data by every rank"
     groups = [
         f"{count * schedule.share} by rank{'s' * (len(ranks) > 1)} {numbers(ranks)}"
         for count, ranks in by_count.items()

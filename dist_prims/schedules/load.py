@@ -1,20 +1,21 @@
 """The load of a schedule on hosts: for each step the busiest rank, link and machine, from which its seconds follow.
 
-The load of a step is a row of counts. Each is the largest of any rank, link or machine, sending or receiving:
+A *machine* is what shares cores: a host, or all hosts together if they are containers on one computer. The load of a
+step is a row of counts. Each count is the largest of any rank, link or machine, sending or receiving:
 
-    column     counts                                                               of the busiest
-    MESSAGES   messages within the host and between hosts                           rank
-    OUTER      messages between hosts                                               rank
-    COPIED     data that it sends to ranks of its host, or receives from them       rank
-    REDUCED    data that it reduces                                                 rank
-    LINK       data that all ranks of a host send to other hosts, or receive        host
-    CROWDED    data received over a link into which several hosts send at once      host
-    MACHINE    the five sums of a machine's ranks: messages within hosts, messages  machine
-               between hosts, data copied, data reduced, data between hosts
+    column     counts                                                                         of the busiest
+    MESSAGES   messages within the host and between hosts                                     rank
+    OUTER      messages between hosts                                                         rank
+    COPIED     data that it sends to ranks of its host, or receives from them                 rank
+    REDUCED    data that it reduces                                                           rank
+    LINK       data that all ranks of a host send to other hosts, or receive from them        host
+    CROWDED    data received over a link into which several hosts send in the same step       host
+    MACHINE    five sums over the ranks of a machine: the messages within hosts, the          machine
+               messages between hosts, the data copied, reduced, and sent between hosts
 
-Data is counted as a fraction of the data of the collective. A schedule of 100,000 ranks may have 10^10 transfers, so
-the load of the algorithms of this package also follows from their cost cards, without their steps (:mod:`.moves`). This
-module counts the steps. The tests compare the two.
+Data is counted as a fraction of the data of the collective, or in chunks where a name says so. This module counts the
+steps, one by one. A schedule of 100,000 ranks may have 10^10 transfers, so the load of the algorithms of this package
+also follows from their cost cards in closed form (:mod:`.moves`). The tests compare the two.
 """
 
 from __future__ import annotations
@@ -35,17 +36,20 @@ __all__: list[str] = []
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-MESSAGES, OUTER, COPIED, REDUCED, LINK, CROWDED, MACHINE = 0, 1, 2, 3, 4, 5, slice(6, 11)
+MESSAGES, OUTER, COPIED, REDUCED, LINK, CROWDED = range(6)
+MACHINE = slice(6, 11)
+_MACHINE_MESSAGES, _MACHINE_DATA = [6, 7], [8, 9, 10]
 COLUMNS = 11
-DATA = [2, 3, 4, 5, 8, 9, 10]  # the columns that count data
+DATA = [COPIED, REDUCED, LINK, CROWDED, *_MACHINE_DATA]  # the columns that count data
 
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """The load of a schedule in steps of equal load.
+    """The load of a schedule, with consecutive steps of equal load in one row.
 
-    ``times[i]`` steps that follow each other have the load ``rows[i]``. ``busiest``: the load of all steps together on
-    the busiest rank, link and machine. ``busy_steps``: the most steps in which one rank sends, or in which it receives.
+    ``times[i]`` steps that follow each other have the load ``rows[i]`` each. ``busiest``: one row, the counts of all
+    steps together for the busiest rank, link and machine. ``busy_steps``: the most steps in which any one rank sends,
+    or in which it receives.
     """
 
     times: Ints
@@ -58,18 +62,22 @@ class Load:
         return int(self.times.sum())
 
     def scaled(self, rank: float = 1, link: float = 1, machine: float = 1, messages: float = 1) -> Load:
-        """The load with a multiple of the data of ranks and of links, and of the messages of machines and of ranks.
+        """The load with its counts multiplied.
 
-        A machine has as many times the data as its link.
+        Args:
+            rank: the factor of the data that a rank copies and reduces.
+            link: the factor of the data of a link, and of the data of a machine.
+            machine: the factor of the messages of a machine.
+            messages: the factor of the messages of a rank.
         """
         factors = np.ones(COLUMNS)
-        factors[[MESSAGES, OUTER]], factors[[COPIED, REDUCED]], factors[[6, 7]] = messages, rank, machine
-        factors[[LINK, CROWDED, 8, 9, 10]] = link
+        factors[[MESSAGES, OUTER]], factors[[COPIED, REDUCED]], factors[_MACHINE_MESSAGES] = messages, rank, machine
+        factors[[LINK, CROWDED, *_MACHINE_DATA]] = link
         return Load(self.times, self.rows * factors, self.busiest * factors, self.busy_steps)
 
     @staticmethod
     def joined(loads: Sequence[Load]) -> Load:
-        """The load of phases that follow each other, each with the same busiest ranks."""
+        """The load of phases that follow each other, if the same ranks, links and machines are the busiest in each."""
         return Load(
             np.concatenate([load.times for load in loads]),
             np.concatenate([load.rows for load in loads]),
@@ -80,9 +88,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Hosts, the first rank of each, and the machines that they are on; see :meth:`of`.
+    """The number of ranks of each host, and whether the hosts share one machine. Ranks are numbered host by host.
 
-    ``has_cores``: whether the load of machines matters; without it cards leave these columns 0.
+    ``has_cores``: whether the number of cores is known, so that the load of machines matters; cards leave the columns
+    of machines 0 otherwise. ``begins`` and ``ends``: the first rank of each host, and the rank after its last one.
     """
 
     ranks: tuple[int, ...]
@@ -98,7 +107,7 @@ class Hosts:
 
     @functools.cached_property
     def _hash(self) -> int:
-        # Hashing 12,500 hosts takes longer than the cached look-up saves, so the hash is computed once.
+        # Hashing 12,500 hosts takes longer than a cached look-up by these hosts saves, so the hash is computed once.
         return hash((self.ranks, self.one_machine, self.has_cores))
 
     @functools.cached_property
@@ -126,37 +135,45 @@ class Hosts:
 
 @functools.lru_cache(maxsize=256)
 def _hosts(ranks: tuple[int, ...], one_machine: bool, has_cores: bool) -> Hosts:
-    return Hosts(ranks, one_machine, has_cores)  # shared, because of what it computes once
+    return Hosts(ranks, one_machine, has_cores)  # one object for equal hosts, so that its properties are computed once
 
 
 class StepCount:
-    """The counts of one step: ``ranks[side, column, rank]``, ``links[side, host]`` and ``crowded[host]``, in chunks."""
+    """The counts of one step, in chunks. The index ``side`` is 0 for what is sent and 1 for what is received.
+
+    ``ranks[side, count, rank]``: the counts of each rank. Count 0 is the messages within its host; the others have the
+    numbers OUTER, COPIED and REDUCED. ``links[side, host]``: the chunks between a host and all others.
+    ``crowded[host]``: the chunks that a host receives, if they come from several hosts, else 0.
+    """
 
     def __init__(self, step: Step, hosts: Hosts) -> None:
         rows, span = step.narrow
         size, number, host_of = hosts.size, len(hosts.ranks), hosts.host_of
         if len(rows) and not 0 <= min(rows.src.min(), rows.dst.min()) <= max(rows.src.max(), rows.dst.max()) < size:
             raise ValueError(f"a step names a rank that does not exist, so it has no price; ranks are 0..{size - 1}")
+        # 1. All rows from one rank to another form one message.
         pairs, chunks = _messages(rows.src * size + rows.dst, span)
         src, dst = np.divmod(pairs, size)
         from_host, to_host = host_of[src], host_of[dst]
         outer, inner = from_host != to_host, (from_host == to_host) & (src != dst)
+        # 2. Each message counts for its sender (side 0) and for its receiver (side 1).
         self.hosts = hosts
-        self.ranks = np.zeros((2, 4, size))  # of sender and receiver: messages within and between, chunks, reduced
+        self.ranks = np.zeros((2, LINK, size))
         self.links = np.zeros((2, number))
-        for side, ends in enumerate((src, dst)):
-            self.ranks[side, 0] = np.bincount(ends[inner], minlength=size)
-            self.ranks[side, 1] = np.bincount(ends[outer], minlength=size)
-            self.ranks[side, 2] = np.bincount(ends[inner], chunks[inner], size)
-            self.links[side] = np.bincount(host_of[ends[outer]], chunks[outer], number)
+        for side, ranks in enumerate((src, dst)):
+            self.ranks[side, 0] = np.bincount(ranks[inner], minlength=size)
+            self.ranks[side, OUTER] = np.bincount(ranks[outer], minlength=size)
+            self.ranks[side, COPIED] = np.bincount(ranks[inner], chunks[inner], size)
+            self.links[side] = np.bincount(host_of[ranks[outer]], chunks[outer], number)
+        # 3. The receiver reduces; the count stands on both sides, so that the maximum over the sides has it.
         if rows.reduce.any():
-            spans = None if span is None else span[rows.reduce]
-            self.ranks[:, 3] = np.bincount(rows.dst[rows.reduce], spans, size)
-        routes = np.sort(to_host[outer] * number + from_host[outer])
-        to, by = np.divmod(routes, number)
+            reduced_chunks = None if span is None else span[rows.reduce]
+            self.ranks[:, REDUCED] = np.bincount(rows.dst[rows.reduce], reduced_chunks, size)
+        # 4. Sorted by the receiving host, two neighbours with different senders show a crowded link.
+        receiver, sender = np.divmod(np.sort(to_host[outer] * number + from_host[outer]), number)
+        several = receiver[1:][(receiver[1:] == receiver[:-1]) & (sender[1:] != sender[:-1])]
         self.crowded = np.zeros(number)
-        met = to[1:][(to[1:] == to[:-1]) & (by[1:] != by[:-1])]
-        self.crowded[met] = self.links[1, met]
+        self.crowded[several] = self.links[1, several]
 
     def row(self) -> Floats:
         """The load of the step, in chunks."""
@@ -164,9 +181,10 @@ class StepCount:
 
 
 def _row(hosts: Hosts, ranks: Floats, links: Floats, crowded: Floats) -> Floats:
+    """The largest counts, from the arrays of :class:`StepCount`, of one step or added over several."""
     row = np.zeros(COLUMNS)
-    row[MESSAGES] = ranks[:, :2].sum(axis=1).max()
-    row[OUTER:LINK] = ranks[:, 1:].max(axis=(0, 2))
+    row[MESSAGES] = ranks[:, : OUTER + 1].sum(axis=1).max()
+    row[OUTER:LINK] = ranks[:, OUTER:].max(axis=(0, 2))
     row[LINK], row[CROWDED] = links.max(), crowded.max()
     of_hosts = np.concatenate([np.add.reduceat(ranks, hosts.begins, axis=2), links[:, None]], axis=1)
     of_machines = of_hosts.sum(axis=2, keepdims=True) if hosts.one_machine else of_hosts
@@ -175,11 +193,14 @@ def _row(hosts: Hosts, ranks: Floats, links: Floats, crowded: Floats) -> Floats:
 
 
 def _messages(pairs: Ints, span: Ints | None) -> tuple[Ints, Floats]:
-    """The distinct pairs of ranks, and the chunks between each."""
+    """The distinct pairs of ranks in ascending order, and the number of chunks from the one rank to the other.
+
+    ``pairs``: sender * size + receiver of each row. ``span``: the chunks that each row stands for, None for one each.
+    """
     if (pairs[1:] <= pairs[:-1]).any():
         order = np.argsort(pairs, kind="stable")
         pairs, span = pairs[order], None if span is None else span[order]
-    first = np.flatnonzero(np.append(True, pairs[1:] != pairs[:-1])[: len(pairs)])
+    first = np.flatnonzero(np.append(True, pairs[1:] != pairs[:-1])[: len(pairs)])  # the first row of each message
     chunks = np.ones(len(pairs)) if span is None else span.astype(np.float64)
     return pairs[first], np.add.reduceat(chunks, first) if len(first) else chunks
 
@@ -196,25 +217,25 @@ def count(schedule: ScheduleData, hosts: Hosts) -> Load:
 
 @functools.lru_cache(maxsize=256)
 def count_chunks(schedule: ScheduleData, hosts: Hosts) -> Load:
-    """The load with data counted in chunks."""
+    """The load of a schedule, with data counted in chunks."""
     rows: list[Floats] = []
     times: list[int] = []
     ranks, links, crowded = np.zeros((2, 4, hosts.size)), np.zeros((2, len(hosts.ranks))), np.zeros(len(hosts.ranks))
-    busy = np.zeros((2, hosts.size), np.int64)
-    before: tuple[bytes, ...] = ()
+    busy_steps = np.zeros((2, hosts.size), np.int64)  # of each rank, as a sender and as a receiver
+    previous: tuple[bytes, ...] = ()
     for step in schedule.steps:
-        if (content := _content(step)) != before:  # the steps of a ring differ in their chunks only
-            counted, before = StepCount(step, hosts), content
-            row, is_busy = counted.row(), counted.ranks[:, :2].any(axis=1)
-            rows.append(row)
+        if (content := _content(step)) != previous:  # the steps of a ring differ in their chunks only
+            counted, previous = StepCount(step, hosts), content
+            is_busy = counted.ranks[:, : OUTER + 1].any(axis=1)
+            rows.append(counted.row())
             times.append(0)
         times[-1] += 1
         ranks += counted.ranks
         links += counted.links
         crowded += counted.crowded
-        busy += is_busy
-    every = np.reshape(rows, (-1, COLUMNS))
-    return Load(np.array(times, np.int64), every, _row(hosts, ranks, links, crowded), int(busy.max()))
+        busy_steps += is_busy
+    busiest = _row(hosts, ranks, links, crowded)
+    return Load(np.array(times, np.int64), np.reshape(rows, (-1, COLUMNS)), busiest, int(busy_steps.max()))
 
 
 def _content(step: Step) -> tuple[bytes, ...]:

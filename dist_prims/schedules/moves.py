@@ -1,17 +1,19 @@
 """The load of an algorithm in closed form: rounds of regular moves, whose crossings of hosts are counted by arithmetic.
 
 The messages of most steps form a regular set. A :class:`Move` is such a set: of the ranks ``first`` to ``last`` - 1,
-those in the first ``block`` places of every ``stride`` send to the rank ``shift`` places further:
+the ranks in the first ``block`` places of every ``stride`` send to the rank ``shift`` places further:
 
     Move(0, 8, block=1, stride=2, shift=1)     0->1  2->3  4->5  6->7
     Move(0, 8, block=2, stride=4, shift=2)     0->2  1->3  4->6  5->7
 
-The number of senders below a rank is a formula, so the messages that leave a host, or arrive at it, are differences of
-such numbers. The cost does not depend on the number of ranks, and a :class:`Round` stands for any number of equal
-steps: the card of a ring is two rounds. Example: 2 hosts of 2 ranks, a ring sends one chunk over each link in a step.
+The number of senders below a rank is a formula, so the number of messages that leave a host, or arrive at it, is a
+difference of two such numbers. The time of this calculation does not depend on the number of ranks. A :class:`Round`
+stands for any number of equal steps: the load of a ring is two rounds. The cost card of an algorithm yields such parts
+(``Card.load``), and :func:`load_of` adds them up to a :class:`~.load.Load`, whose columns are explained in
+:mod:`.load`. Example: 2 hosts of 2 ranks; a ring sends one chunk over each link in a step.
 
 >>> ring = load_of([Round(6, [shifted(4, 1)])], Hosts((2, 2)), share=0.25)
->>> ring.steps, ring.busiest[:6].tolist()  # messages, of them between hosts, copied, reduced, over a link, crowded
+>>> ring.steps, ring.busiest[:6].tolist()  # messages, messages between hosts, copied, reduced, link, crowded
 (6, [6.0, 6.0, 1.5, 0.0, 1.5, 0.0])
 """
 
@@ -36,9 +38,10 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Move:
-    """A regular set of messages of ``chunks`` chunks each; see the module. No rank sends or receives two of them.
+    """A regular set of messages; the module says what the first five numbers mean.
 
-    A message of half a chunk stands for a message of one chunk in every second step.
+    No rank sends two messages of one move, or receives two. ``chunks``: the length of each message; half a chunk stands
+    for one chunk in every second step. ``reduce``: the receiver adds the chunks to its own.
     """
 
     first: int
@@ -51,12 +54,12 @@ class Move:
 
     @property
     def ranks(self) -> tuple[int, int, int, int, int]:
-        """The move without its chunks."""
+        """The five numbers that say which ranks send, and to which ranks."""
         return self.first, self.last, self.shift, self.block, self.stride
 
     def senders_below(self, rank: Ints) -> Ints:
         """The number of senders below each rank."""
-        place = np.minimum(np.maximum(rank - self.first, 0), max(self.last - self.first, 0))
+        place = np.minimum(np.maximum(rank - self.first, 0), max(self.last - self.first, 0))  # counted from ``first``
         if self.block == self.stride:
             return place
         whole, rest = _divmod(place, self.stride)
@@ -87,7 +90,7 @@ class Move:
 
 
 def _divmod(place: Ints, stride: int) -> tuple[Ints, Ints]:
-    """Quotient and remainder; shifts take a tenth of the time of divisions."""
+    """Quotient and remainder. For powers of two, bit shifts take a tenth of the time of divisions."""
     if stride & (stride - 1):
         return np.divmod(place, stride)
     return place >> (stride.bit_length() - 1), place & (stride - 1)
@@ -107,28 +110,37 @@ def shifted(size: int, distance: int, chunks: float = 1, reduce: bool = False) -
 def exchanged(size: int, distance: int, chunks: float = 1, reduce: bool = False, first: int = 0) -> list[Move]:
     """Each rank from ``first`` on sends to the rank whose number differs from its own in the bit ``distance``.
 
-    ``first`` and ``size`` are multiples of ``distance``.
+    Args:
+        size: the rank after the last one; like ``first`` a multiple of ``distance``.
+        distance: a power of two.
+        chunks: the length of each message.
+        reduce: whether the receivers add.
+        first: the first rank that takes part.
 
     >>> [(move.first, move.shift, move.block, move.stride) for move in exchanged(8, 2)]
     [(0, 2, 2, 4), (2, -2, 2, 4)]
     """
-    both = (first, first + distance)
-    low, high = both if first % (2 * distance) == 0 else reversed(both)
+    starts = (first, first + distance)
+    bit_clear, bit_set = starts if first % (2 * distance) == 0 else reversed(starts)
     return [
-        Move(low, size, distance, distance, 2 * distance, chunks, reduce),
-        Move(high, size, -distance, distance, 2 * distance, chunks, reduce),
+        Move(bit_clear, size, distance, distance, 2 * distance, chunks, reduce),
+        Move(bit_set, size, -distance, distance, 2 * distance, chunks, reduce),
     ]
 
 
 def zigzag(size: int, distance: int, chunks: float = 1) -> list[Move]:
-    """Even ranks send an odd ``distance`` up, odd ranks as far down, modulo an even ``size``."""
+    """Every even rank sends ``distance`` (odd) ranks up, every odd rank as far down, modulo ``size`` (even)."""
     up = distance % size
     senders = ((0, size - up, up), (size - up + 1, size, up - size), (1, up, size - up), (up, size, -up))
     return [Move(first, last, shift, 1, 2, chunks) for first, last, shift in senders if first < last]
 
 
 class Round(NamedTuple):
-    """``times`` equal steps. A rank takes part in each of ``groups``, and within a group in one move each way."""
+    """``times`` equal steps, in which the moves of all ``groups`` happen at once.
+
+    Within a group the busiest rank sends one message and receives one; the groups add up: a rank that sends in each of
+    two groups has two messages in a step.
+    """
 
     times: int
     groups: Sequence[Sequence[Move]]
@@ -147,7 +159,10 @@ class Star(NamedTuple):
 
 
 class Busiest(NamedTuple):
-    """The load of the busiest rank and link in all steps, where none is the busiest in each step."""
+    """The load of the busiest rank in all steps together, if no rank is the busiest one in each step.
+
+    ``chunks``: the chunks that the rank copies. ``link``: the most chunks that any link carries; None: as counted.
+    """
 
     messages: float
     chunks: float
@@ -156,67 +171,69 @@ class Busiest(NamedTuple):
 
 
 class _Traffic(NamedTuple):
-    """Of a move, by host: messages that stay, leave and arrive; the first and the last host that sends to it."""
+    """The messages of a move by host: an array with a number for each host."""
 
-    stay: Ints
-    leave: Ints
-    arrive: Ints
-    nearest: Ints
-    furthest: Ints
-    stays: bool
-    leaves: bool
+    stay: Ints  # messages whose sender and receiver are on the host
+    leave: Ints  # messages from the host to others
+    arrive: Ints  # messages from others to the host
+    lowest: Ints  # the lowest host that sends to the host; the number of hosts if none does
+    highest: Ints  # the highest host that sends to the host; -1 if none does
+    stays: bool  # whether any message stays
+    leaves: bool  # whether any message leaves
 
 
 @lru_cache(maxsize=1024)
 def _traffic(ranks: tuple[int, int, int, int, int], hosts: Hosts) -> _Traffic:
     move = Move(*ranks)
     begin, end, shift = hosts.begins, hosts.ends, move.shift
-    low, high = np.maximum(begin, begin - shift), np.minimum(end, end - shift)  # senders whose receivers are here too
+    # 1. The receivers on a host are begin..end-1, so their senders are begin-shift..end-shift-1.
+    low, high = np.maximum(begin, begin - shift), np.minimum(end, end - shift)  # senders here, with receivers here
     stay = np.where(high > low, move.senders_below(high) - move.senders_below(low), 0)
     leave = move.senders_below(end) - move.senders_below(begin) - stay
     arrive = move.senders_below(end - shift) - move.senders_below(begin - shift) - stay
-    # The senders to this host from elsewhere are consecutive: below it, or above it.
+    # 2. The senders of what arrives have consecutive places, all below the host (shift > 0) or all above it.
     low = begin - shift if shift > 0 else np.maximum(begin - shift, end)
     high = np.minimum(end - shift, begin) if shift > 0 else end - shift
-    none = arrive == 0
-    first = np.searchsorted(hosts.ends, move.sender_from(low), "right")
-    last = np.searchsorted(hosts.ends, move.sender_before(high), "right")
-    nearest, furthest = np.where(none, len(end), first), np.where(none, -1, last)
-    return _Traffic(stay, leave, arrive, nearest, furthest, bool(stay.any()), bool(leave.any()))
+    lowest = np.searchsorted(hosts.ends, move.sender_from(low), "right")
+    highest = np.searchsorted(hosts.ends, move.sender_before(high), "right")
+    lowest, highest = np.where(arrive == 0, len(end), lowest), np.where(arrive == 0, -1, highest)
+    return _Traffic(stay, leave, arrive, lowest, highest, bool(stay.any()), bool(leave.any()))
 
 
-_OUT, _IN, _CROWDED, _NEAR, _FAR_OUT, _FAR_IN, _COPIED, _REDUCED = range(8)
+# The sums of a host in one step: chunks out, chunks in, chunks in if several hosts send them; messages within the host,
+# out and in; chunks copied and reduced. The last five are needed only for hosts whose cores are known.
+_CHUNKS_OUT, _CHUNKS_IN, _CROWDED, _MESSAGES_INSIDE, _MESSAGES_OUT, _MESSAGES_IN, _COPIED, _REDUCED = range(8)
 
 
-class _Step(NamedTuple):
-    """The load of the busiest rank, and the sums of each host: [column, host].
-
-    The columns are the chunks out, in, and in from several hosts; the messages within the host, out and in; and the
-    chunks copied and reduced.
-    """
+class _StepLoad(NamedTuple):
+    """``rank``: the counts MESSAGES to REDUCED of the busiest rank. ``sums[sum, host]``: the sums of each host."""
 
     rank: Floats
     sums: Floats
 
 
-def _row(step: _Step, hosts: Hosts) -> Floats:
+def _row(step: _StepLoad, hosts: Hosts) -> Floats:
+    """The row of a :class:`~.load.Load`, in chunks."""
     row = np.zeros(COLUMNS)
     row[:LINK] = step.rank
-    *links, crowded = largest = step.sums[:3].max(axis=1)
-    row[LINK], row[CROWDED] = max(links), crowded
+    chunks_out, chunks_in, crowded = largest = step.sums[:_MESSAGES_INSIDE].max(axis=1)
+    row[LINK], row[CROWDED] = max(chunks_out, chunks_in), crowded
     if not hosts.has_cores:
         return row
-    near, out, into, copied, reduced = step.sums[3:].sum(axis=1) if hosts.one_machine else step.sums[3:].max(axis=1)
-    crossing = step.sums[:2].sum(axis=1) if hosts.one_machine else largest[:2]
+    of_hosts = step.sums[_MESSAGES_INSIDE:]
+    near, out, into, copied, reduced = of_hosts.sum(axis=1) if hosts.one_machine else of_hosts.max(axis=1)
+    crossing = step.sums[:_CROWDED].sum(axis=1) if hosts.one_machine else largest[:_CROWDED]
     row[MACHINE] = near, max(out, into), copied, reduced, max(crossing)
     return row
 
 
-def _step(groups: Sequence[Sequence[Move]], hosts: Hosts) -> _Step:
+def _load_of_moves(groups: Sequence[Sequence[Move]], hosts: Hosts) -> _StepLoad:
+    """The load of one step of a round."""
     number = len(hosts.ranks)
     busiest, sums = np.zeros(LINK), np.zeros((8 if hosts.has_cores else 3, number))
-    nearest, furthest = np.full(number, number), np.full(number, -1)
+    lowest, highest = np.full(number, number), np.full(number, -1)  # of the hosts that send to each host
     for group in groups:
+        # The busiest rank of the group: at most one message, and the longest of the messages that a rank can have.
         messages, outer, copied, reduced = 0, False, 0.0, 0.0
         for move in group:
             traffic, chunks = _traffic(move.ranks, hosts), move.chunks
@@ -224,52 +241,56 @@ def _step(groups: Sequence[Sequence[Move]], hosts: Hosts) -> _Step:
                 continue
             messages, outer = 1, outer or traffic.leaves
             if traffic.leaves:
-                sums[_OUT] += chunks * traffic.leave
-                sums[_IN] += chunks * traffic.arrive
-                np.minimum(nearest, traffic.nearest, out=nearest)
-                np.maximum(furthest, traffic.furthest, out=furthest)
+                sums[_CHUNKS_OUT] += chunks * traffic.leave
+                sums[_CHUNKS_IN] += chunks * traffic.arrive
+                np.minimum(lowest, traffic.lowest, out=lowest)
+                np.maximum(highest, traffic.highest, out=highest)
             copied = max(copied, chunks, 1) if traffic.stays else copied
             reduced = max(reduced, chunks, 1) if move.reduce else reduced
             if hosts.has_cores:
-                sums[_NEAR : _FAR_IN + 1] += min(chunks, 1) * np.stack([traffic.stay, traffic.leave, traffic.arrive])
+                in_step = min(chunks, 1)  # half a chunk is a message in every second step
+                sums[_MESSAGES_INSIDE] += in_step * traffic.stay
+                sums[_MESSAGES_OUT] += in_step * traffic.leave
+                sums[_MESSAGES_IN] += in_step * traffic.arrive
                 sums[_COPIED] += chunks * traffic.stay
                 sums[_REDUCED] += chunks * move.reduce * (traffic.stay + traffic.arrive)
         busiest += messages, outer, copied, reduced
-    sums[_CROWDED] = np.where(nearest < furthest, sums[_IN], 0)
-    return _Step(busiest, sums)
+    sums[_CROWDED] = np.where(lowest < highest, sums[_CHUNKS_IN], 0)
+    return _StepLoad(busiest, sums)
 
 
-def _all_pairs(step: AllPairs, hosts: Hosts) -> _Step:
+def _load_of_all_pairs(step: AllPairs, hosts: Hosts) -> _StepLoad:
     ranks, size, number = np.array(hosts.ranks, np.float64), hosts.size, len(hosts.ranks)
     stay, leave, reduced = ranks * (ranks - 1), ranks * (size - ranks), (size - 1) * step.reduce
     outer = size - ranks.min() if number > 1 else 0
     links = [leave, leave, leave * (number > 2)]
-    return _Step(
+    return _StepLoad(
         np.array([size - 1, outer, ranks.max() - 1, reduced]),
         np.stack([*links, stay, leave, leave, stay, reduced * ranks]),
     )
 
 
-def _star(step: Star, hosts: Hosts) -> _Step:
+def _load_of_star(step: Star, hosts: Hosts) -> _StepLoad:
     ranks, size = hosts.ranks, hosts.size
-    near, far = ranks[0] - 1, size - ranks[0]
+    near, far = ranks[0] - 1, size - ranks[0]  # the ranks on the host of rank 0, and the ranks on other hosts
     sums = np.zeros((8, len(ranks)))
-    root, others = (_IN, _OUT) if step.inward else (_OUT, _IN)
-    sums[root, 0], sums[others, 1:] = far, ranks[1:]
+    of_root, of_others = (_CHUNKS_IN, _CHUNKS_OUT) if step.inward else (_CHUNKS_OUT, _CHUNKS_IN)
+    sums[of_root, 0], sums[of_others, 1:] = far, ranks[1:]
     sums[_CROWDED, 0] = far if step.inward and len(ranks) > 2 else 0
-    sums[[_FAR_OUT, _FAR_IN]] = sums[[_OUT, _IN]]
-    sums[[_NEAR, _COPIED], 0] = near
-    return _Step(np.array([size - 1, far, near, 0]), sums)
+    sums[[_MESSAGES_OUT, _MESSAGES_IN]] = sums[[_CHUNKS_OUT, _CHUNKS_IN]]
+    sums[[_MESSAGES_INSIDE, _COPIED], 0] = near
+    return _StepLoad(np.array([size - 1, far, near, 0]), sums)
 
 
-def _counted(step: Step, hosts: Hosts) -> _Step:
+def _load_of_counted(step: Step, hosts: Hosts) -> _StepLoad:
+    """The load of a step whose messages are not regular, from its rows."""
     count = StepCount(step, hosts)
     near, far, copied, reduced = np.add.reduceat(count.ranks, hosts.begins, axis=2).transpose(1, 0, 2)
-    rank = np.array([count.ranks[:, :2].sum(axis=1).max(), *count.ranks[:, 1:].max(axis=(0, 2))])
-    return _Step(rank, np.stack([*count.links, count.crowded, near[0], *far, copied[0], reduced[0]]))
+    rank = np.array([count.ranks[:, : OUTER + 1].sum(axis=1).max(), *count.ranks[:, OUTER:].max(axis=(0, 2))])
+    return _StepLoad(rank, np.stack([*count.links, count.crowded, near[0], *far, copied[0], reduced[0]]))
 
 
-FEW_RANKS = 64  # up to so many ranks, the cards of pipelines yield their steps, which are counted
+FEW_RANKS = 64  # up to this number of ranks, the cards of algorithms in many chunks yield steps, which are counted
 
 Part = Round | AllPairs | Star | Step | Busiest | Load
 
@@ -277,75 +298,82 @@ Part = Round | AllPairs | Star | Step | Busiest | Load
 def load_of(parts: Iterable[Part], hosts: Hosts, share: float) -> Load:
     """The load of an algorithm from the parts that its card yields, for chunks that are ``share`` of the data.
 
-    The busiest rank is the busiest in each step, unless a part says otherwise; a :class:`~.load.Load` is a phase whose
-    load is known, and a step of messages that are not regular is counted.
+    Unless a part is a :class:`Busiest`, the same rank is assumed to be the busiest in each step. A part that is a
+    :class:`~.load.Load` is a phase whose load is known.
     """
     times: list[int] = []
     rows: list[Floats] = []
     phases: list[Load] = []
-    rank, sums = np.zeros(LINK), np.zeros((8 if hosts.has_cores else 3, len(hosts.ranks)))
+    rank, sums = np.zeros(LINK), np.zeros((8 if hosts.has_cores else 3, len(hosts.ranks)))  # of all steps together
     busiest: Busiest | None = None
-    known: dict[int, tuple[Any, _Step]] = {}  # of groups that several rounds have
+    known: dict[int, tuple[Any, _StepLoad]] = {}  # of groups that several rounds have
+    # 1. Each part gives rows, a known load, or the busiest rank.
     for part in parts:
         if isinstance(part, Load):
             phases.append(part)
         elif isinstance(part, Busiest):
             busiest = part
         elif not isinstance(part, Round) or part.times > 0:
-            often, step = _evaluate(part, hosts, known)
-            times.append(often)
+            repeats, step = _load_of_part(part, hosts, known)
+            times.append(repeats)
             rows.append(_row(step, hosts))
-            rank += often * step.rank
-            sums += often * step.sums[: len(sums)]
-    steps = sum(times)
+            rank += repeats * step.rank
+            sums += repeats * step.sums[: len(sums)]
+    # 2. The load of all steps together.
+    busy_steps = sum(times)
     if busiest is not None:
         crosses, stays = rank[OUTER] > 0, rank[COPIED] > 0
         rank = np.array([busiest.messages, busiest.messages * crosses, busiest.chunks * stays, busiest.reduced])
-        steps = int(busiest.messages)
-    total = _row(_Step(rank, sums), hosts)
+        busy_steps = int(busiest.messages)
+    total = _row(_StepLoad(rank, sums), hosts)
     if busiest is not None and busiest.link is not None:
         total[LINK] = min(total[LINK], busiest.link)
+    # 3. Chunks become fractions of the data.
     factors = np.ones(COLUMNS)
     factors[DATA] = share
-    own = Load(np.array(times, np.int64), np.reshape(rows, (-1, COLUMNS)) * factors, total * factors, steps)
+    own = Load(np.array(times, np.int64), np.reshape(rows, (-1, COLUMNS)) * factors, total * factors, busy_steps)
     return Load.joined([own, *phases]) if phases else own
 
 
-def _evaluate(
-    part: Round | AllPairs | Star | Step, hosts: Hosts, known: dict[int, tuple[Any, _Step]]
-) -> tuple[int, _Step]:
+def _load_of_part(
+    part: Round | AllPairs | Star | Step, hosts: Hosts, known: dict[int, tuple[Any, _StepLoad]]
+) -> tuple[int, _StepLoad]:
+    """The number of equal steps, and the load of one. ``known`` has the results by the identity of the groups."""
     match part:
         case Round():
-            if id(part.groups) not in known:
-                known[id(part.groups)] = part.groups, _step(part.groups, hosts)
+            if id(part.groups) not in known:  # the groups are kept too, so that no other object gets their identity
+                known[id(part.groups)] = part.groups, _load_of_moves(part.groups, hosts)
             return part.times, known[id(part.groups)][1]
         case AllPairs():
-            return 1, _all_pairs(part, hosts)
+            return 1, _load_of_all_pairs(part, hosts)
         case Star():
-            return 1, _star(part, hosts)
+            return 1, _load_of_star(part, hosts)
         case Step():
-            return 1, _counted(part, hosts)
+            return 1, _load_of_counted(part, hosts)
 
 
 def backwards(parts: Iterable[Part], reduce: bool = True) -> Iterator[Part]:
-    """The rounds from the last to the first, with receivers that send back: all-gather to reduce-scatter."""
+    """The rounds from the last to the first, with receivers that send back: a reduce-scatter from an all-gather."""
     for part in reversed([*parts]):
         assert isinstance(part, Round)
         yield Round(part.times, [[move.backwards(reduce) for move in group] for group in part.groups])
 
 
-def side_by_side(loads: Sequence[Load], hosts: Sequence[int] | None = None) -> Load:
-    """The load of phases that run at once on different hosts; ``hosts``: how many of each share one machine, if any."""
-    often = np.ones(len(loads)) if hosts is None else np.asarray(hosts)
-    alone = [load.scaled(link=each, machine=each) for load, each in zip(loads, often.tolist(), strict=True)]
-    if len(alone) == 1:
-        return alone[0]
-    length = max(load.steps for load in alone)
-    rows = np.zeros((len(alone), length, COLUMNS))
-    for load, of_load in zip(alone, rows, strict=True):
+def side_by_side(loads: Sequence[Load], copies: Sequence[int] | None = None) -> Load:
+    """The load of phases that run at once on different hosts.
+
+    ``copies``: on how many hosts each phase runs, if all hosts are on one machine; None if each host is a machine.
+    """
+    numbers = np.ones(len(loads)) if copies is None else np.asarray(copies)
+    scaled = [load.scaled(link=times, machine=times) for load, times in zip(loads, numbers.tolist(), strict=True)]
+    if len(scaled) == 1:
+        return scaled[0]
+    length = max(load.steps for load in scaled)
+    rows = np.zeros((len(scaled), length, COLUMNS))  # [phase, step, column]; a shorter phase ends in rows of zeros
+    for load, of_load in zip(scaled, rows, strict=True):
         of_load[: load.steps] = np.repeat(load.rows, load.times, axis=0)
-    every, busiest = rows.max(axis=0), np.array([load.busiest for load in alone])
+    every, busiest = rows.max(axis=0), np.array([load.busiest for load in scaled])
     most = busiest.max(axis=0)
-    if hosts is not None:
+    if copies is not None:
         every[:, MACHINE], most[MACHINE] = rows[:, :, MACHINE].sum(axis=0), busiest[:, MACHINE].sum(axis=0)
-    return Load(np.ones(length, np.int64), every, most, max(load.busy_steps for load in alone))
+    return Load(np.ones(length, np.int64), every, most, max(load.busy_steps for load in scaled))

@@ -1,11 +1,12 @@
 """The price of data that travels in the messages of the agreement on a call, instead of by a schedule after it.
 
-A group that spans hosts agrees on each call: the leaders of the hosts, their first ranks, exchange a message each
-(``csrc/net/multi_host.h``). Data can be added to these messages, so that it needs no further ones. The link then
-carries more than by the best schedule in some collectives: a host that broadcasts sends all data to every other host.
+Before each call the ranks of a group on several hosts agree that all of them make the same call. For this agreement the
+leaders of the hosts, their first ranks, exchange a message each (``csrc/net/multi_host.h``). The data of the collective
+can be added to these messages (*piggyback*), and then needs no further messages. In some collectives the links then
+carry more than by the best schedule: a host that broadcasts sends all data to every other host.
 
-Example: two hosts of two ranks at 1 Gbit/s. Each host sends the sum of its ranks to the other; what it adds to the
-agreement is the time of these bytes on the link, and of the additions of the leader.
+Example: two hosts of two ranks at 1 Gbit/s. Each host sends the sum of its ranks to the other host. The data adds the
+time of these bytes on the link, and of the additions of the leader:
 
 >>> from dist_prims.schedules.topology import Level
 >>> cluster = Topology((2, 2), Level(1e-6, 1e-10), Level(50e-6, 8e-9), gamma=1e-10)
@@ -21,9 +22,10 @@ from .topology import Topology
 
 __all__: list[str] = []
 
-MOST_BYTES, MOST_HOSTS = 1 << 17, 4  # as in csrc/net/multi_host.h; between more hosts only 1 KB, of some collectives
+# As in csrc/net/multi_host.h. Between more hosts only some collectives can travel so, and at most 1 KB.
+MOST_BYTES, MOST_HOSTS = 1 << 17, 4
 
-_ONE_BLOCK = ("all_reduce", "reduce", "broadcast")  # a rank has one block; elsewhere one for each rank
+_ONE_BLOCK = ("all_reduce", "reduce", "broadcast")  # the data of a rank is one block; elsewhere a block for each rank
 _REDUCE = ("all_reduce", "reduce", "reduce_scatter")
 _ADDRESSED = ("reduce_scatter", "scatter", "all_to_all")  # each rank gets a block of its own
 _FROM_ROOT = ("broadcast", "scatter")
@@ -31,36 +33,40 @@ _TO_ROOT = ("reduce", "gather")
 
 
 def added_seconds(collective: str, nbytes: float, topology: Topology) -> float:
-    """The seconds that the data adds to an agreement in which every host sends one message to every other.
+    """The seconds that data of ``nbytes`` adds to an agreement in which every host sends one message to every other.
 
-    The root of a collective is assumed on the smallest host, for which the others have most.
+    The root of a collective is assumed to be on the smallest host: then the other hosts have the most data for it, or
+    need the most data from it.
     """
+    # 1. The bytes messages[sending host, receiving host]; the diagonal is the data that stays on its host.
     ranks = np.array(topology.hosts, np.float64)
     hosts, root = len(ranks), int(ranks.argmin())
     block = nbytes if collective in _ONE_BLOCK else nbytes / topology.size
     sources = np.ones(hosts) if collective in (*_REDUCE, *_FROM_ROOT) else ranks
-    messages = block * np.outer(sources, ranks if collective in _ADDRESSED else np.ones(hosts))  # [from, to]
+    messages = block * np.outer(sources, ranks if collective in _ADDRESSED else np.ones(hosts))
     if collective in _FROM_ROOT:
         messages[np.arange(hosts) != root] = 0
     if collective in _TO_ROOT:
         messages[:, np.arange(hosts) != root] = 0
+    # 2. The time of the slowest link.
     between = messages * (1 - np.eye(hosts))
     sent, received = between.sum(axis=1), between.sum(axis=0)
     crowded = np.where((between > 0).sum(axis=0) > 1, received, 0)
     link = (np.maximum(sent, received) * topology.outer.beta + crowded * topology.congestion).max()
-    # A leader writes the messages, also the one for its own host, and combines those that it receives.
-    packed = messages.sum(axis=1) if collective in _ADDRESSED else messages.max(axis=1)
-    combined = messages.sum(axis=0)
-    spent = (packed + combined) * topology.inner.beta
-    if collective in _REDUCE:
-        spent = (packed * ranks + combined) * topology.gamma
+    # 3. The time of each leader: it writes its messages, also the one for its own host, and reads the ones it receives.
+    written = messages.sum(axis=1) if collective in _ADDRESSED else messages.max(axis=1)
+    read = messages.sum(axis=0)
+    leader = (written + read) * topology.inner.beta
+    if collective in _REDUCE:  # to write a message, the leader adds up the data of its ranks
+        leader = (written * ranks + read) * topology.gamma
+    # 4. Hosts on one machine share its cores, for their messages as well as for the work of the leaders.
     if topology.one_machine and topology.cores:
-        served = max(link, between.sum() * topology.core.beta / topology.cores)
-        return float(served + max(spent.max(), spent.sum() / topology.cores))
-    return float(link + spent.max())
+        link = max(link, between.sum() * topology.core.beta / topology.cores)
+        return float(link + max(leader.max(), leader.sum() / topology.cores))
+    return float(link + leader.max())
 
 
 def fits(collective: str, nbytes: float, topology: Topology) -> bool:
-    """Whether so much data can travel with an agreement in which every host sends one message to every other."""
+    """Whether data of ``nbytes`` can travel with an agreement in which every host sends one message to every other."""
     most = nbytes * max(topology.hosts) if collective == "all_to_all" else nbytes
     return len(topology.hosts) <= MOST_HOSTS and most <= MOST_BYTES
