@@ -86,7 +86,7 @@ def price(schedule: ScheduleData) -> Cost:
 
 @dataclass(frozen=True)
 class Seconds:
-    """The seconds of a schedule by their kind: the start of messages, copies and additions, data on the busiest link."""
+    """The seconds of a schedule by their kind: starts of messages, copies and additions, data on the link."""
 
     latency: float
     processor: float

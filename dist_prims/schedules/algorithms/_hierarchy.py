@@ -35,7 +35,7 @@ HostSizes = Sequence[int] | None
 MULTI_LANE = "Traeff and Hunold, Decomposing MPI Collectives for Exploiting Multi-lane Communication, 2020"
 
 
-def fair_share(size: int) -> int:
+def default_ranks_a_host(size: int) -> int:
     """The default number of ranks a host: the largest divisor of ``size`` up to its square root."""
     return max(m for m in range(1, math.isqrt(size) + 1) if size % m == 0)
 
@@ -43,7 +43,7 @@ def fair_share(size: int) -> int:
 def host_sizes(size: int, hosts: HostSizes) -> tuple[int, ...]:
     """The number of ranks of each host."""
     if hosts is None:
-        each = fair_share(size)
+        each = default_ranks_a_host(size)
         return (each,) * (size // each)
     given = tuple(hosts) if isinstance(hosts, Sequence) else (hosts,)
     if {*map(type, given)} != {int} or min(given) < 1 or sum(given) != size:
@@ -62,7 +62,7 @@ def equal_hosts(size: int, hosts: HostSizes) -> tuple[int, int]:
     return len(shape), shape[0]
 
 
-def phase(parameter: str, collective: str, name: str, size: int, root: int = 0) -> ScheduleData:
+def flat_schedule(parameter: str, collective: str, name: str, size: int, root: int = 0) -> ScheduleData:
     """The small schedule of one phase, whose algorithm the parameter ("inner" or "outer") names.
 
     Only all_to_all has chunk numbers for phases that need scratch.
@@ -77,7 +77,7 @@ def chunks_of_blocks(collective: str) -> Callable[..., int]:
 
     def chunks(size: int, inner: str, outer: str, hosts: HostSizes) -> int:
         number, each = equal_hosts(size, hosts)
-        phase("inner", collective, inner, each), phase("outer", collective, outer, number)
+        flat_schedule("inner", collective, inner, each), flat_schedule("outer", collective, outer, number)
         return size
 
     return chunks
@@ -88,20 +88,20 @@ def chunks_of_units(kinds: tuple[str, ...], collective: str) -> Callable[..., in
 
     def chunks(size: int, inner: str, outer: str, hosts: HostSizes) -> int:
         shape = host_sizes(size, hosts)
-        within = [phase("inner", kind, inner, m).chunks for kind in kinds for m in set(shape)]
-        return math.lcm(math.lcm(*shape) * phase("outer", collective, outer, len(shape)).chunks, *within)
+        within = [flat_schedule("inner", kind, inner, m).chunks for kind in kinds for m in set(shape)]
+        return math.lcm(math.lcm(*shape) * flat_schedule("outer", collective, outer, len(shape)).chunks, *within)
 
     return chunks
 
 
-def inside_load(kind: str, inner: str, hosts: Hosts, every: bool = True) -> Load:
+def load_within_hosts(kind: str, inner: str, hosts: Hosts, every: bool = True) -> Load:
     """The load of a collective within every host, or else within one of the largest."""
     sizes = Counter(hosts.ranks if every else (max(hosts.ranks),))
     loads = [load_by_card(lookup(kind, inner), Hosts((ranks,), has_cores=hosts.has_cores)) for ranks in sizes]
     return side_by_side(loads, [*sizes.values()] if hosts.one_machine else None)
 
 
-def between_load(collective: str, outer: str, hosts: Hosts, rank: float, link: float) -> Load:
+def load_between_hosts(collective: str, outer: str, hosts: Hosts, rank: float, link: float) -> Load:
     """The load of a collective between hosts that all ranks of a host run side by side, each for a share of the data.
 
     ``rank``: the data of a rank, and ``link`` of a host, as multiples of the data. Hosts of different sizes: a rank of
@@ -163,27 +163,33 @@ def unit_groups(hosts: tuple[int, ...], chunks: int, schedule: ScheduleData) -> 
     return Groups(owners, unit * (chunks // units), chunks // units // schedule.chunks)
 
 
-def between_units(schedule: ScheduleData, hosts: tuple[int, ...], chunks: int) -> Phase:
+def units_between_hosts(schedule: ScheduleData, hosts: tuple[int, ...], chunks: int) -> Phase:
     """One collective over hosts for every unit, all at once."""
     width = chunks // math.lcm(*hosts) // schedule.chunks
-    return Phase(_between_units, (schedule, hosts), width)
+    return Phase(_steps_of_units_between_hosts, (schedule, hosts), width)
 
 
-def _between_units(schedule: ScheduleData, hosts: tuple[int, ...]) -> Iterator[Step]:
+def _steps_of_units_between_hosts(schedule: ScheduleData, hosts: tuple[int, ...]) -> Iterator[Step]:
     groups = unit_groups(hosts, math.lcm(*hosts) * schedule.chunks, schedule)
     yield from map(groups.spread, schedule.steps)
 
 
-def inside(kind: str, inner: str, hosts: tuple[int, ...], chunks: int, without: int | None = None) -> Phase:
+def units_within_hosts(kind: str, inner: str, hosts: tuple[int, ...], chunks: int, without: int | None = None) -> Phase:
     """One collective within every host, all hosts at once; hosts of equal size are groups of one schedule.
 
     ``without``: a rank to which no messages are sent.
     """
     schedules = tuple(build_shared(kind, inner, m) for m in sorted(set(hosts)))
-    return Phase(_inside, (schedules, hosts, without), chunks // math.lcm(*(each.chunks for each in schedules)))
+    return Phase(
+        _steps_of_units_within_hosts,
+        (schedules, hosts, without),
+        chunks // math.lcm(*(each.chunks for each in schedules)),
+    )
 
 
-def _inside(schedules: tuple[ScheduleData, ...], hosts: tuple[int, ...], without: int | None) -> Iterator[Step]:
+def _steps_of_units_within_hosts(
+    schedules: tuple[ScheduleData, ...], hosts: tuple[int, ...], without: int | None
+) -> Iterator[Step]:
     begins, sizes = np.cumsum((0, *hosts[:-1])), np.array(hosts)
     chunks = math.lcm(*(each.chunks for each in schedules))
     groups = []
@@ -208,23 +214,23 @@ def _without(rank: int, step: Step) -> Step:
     return CountedStep(messages.take(keep), counted[keep], lambda: step.take(step.dst != rank))
 
 
-def between(schedule: ScheduleData, each: int) -> Phase:
+def blocks_between_hosts(schedule: ScheduleData, each: int) -> Phase:
     """One collective over hosts for every place on a host, all at once, on the blocks of the ranks at that place."""
-    return Phase(_between, (schedule, each))
+    return Phase(_steps_of_blocks_between_hosts, (schedule, each))
 
 
-def _between(schedule: ScheduleData, each: int) -> Iterator[Step]:
+def _steps_of_blocks_between_hosts(schedule: ScheduleData, each: int) -> Iterator[Step]:
     place, host = np.arange(each), np.arange(schedule.size)
     groups = Groups(host[None, :] * each + place[:, None], place, each)
     yield from map(groups.spread, schedule.steps)
 
 
-def within(schedule: ScheduleData, hosts: range, number: int) -> Phase:
+def blocks_within_hosts(schedule: ScheduleData, hosts: range, number: int) -> Phase:
     """One collective within each of ``hosts``, on the blocks of every one of the ``number`` hosts, all at once."""
-    return Phase(_within, (schedule, hosts, number))
+    return Phase(_steps_of_blocks_within_hosts, (schedule, hosts, number))
 
 
-def _within(schedule: ScheduleData, hosts: range, number: int) -> Iterator[Step]:
+def _steps_of_blocks_within_hosts(schedule: ScheduleData, hosts: range, number: int) -> Iterator[Step]:
     each = schedule.size
     host, of = (axis.ravel() for axis in np.meshgrid(np.asarray(hosts), np.arange(number), indexing="ij"))
     groups = Groups(host[:, None] * each + np.arange(each), of * each, 1)

@@ -29,7 +29,7 @@ from ..load import Hosts
 from ..moves import FEW_RANKS, Busiest, Move, Part, Round
 from ..registry import algorithm
 from ..steps import Step
-from .tree import CHUNKS, at_least_one, parents, renumbered, tree_levels
+from .tree import CHUNKS, at_least_one, moves_by_level, parents, renumbered
 
 __all__: list[str] = []
 
@@ -110,7 +110,7 @@ def _load(hosts: Hosts, chunks: int = CHUNKS, reduce: bool = False) -> Iterator[
     if size <= FEW_RANKS:
         yield from (reduce_to_root if reduce else broadcast)(size, chunks=chunks)
     else:
-        levels = tree_levels(size, reduce=True)
+        levels = moves_by_level(size, reduce=True)
         top = 1 << (len(levels) - 1)  # the root of the first tree
         second = [[_in_second_tree(move, size) for move in level] for level in levels[:-1]]
         second.append([Move(size - top, size - top + 1, top - size) if size % 2 else Move(top + 1, top + 2, -top - 1)])

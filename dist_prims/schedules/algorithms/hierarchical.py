@@ -35,28 +35,28 @@ from ..moves import Part
 from ..registry import algorithm
 from ..steps import Phases
 from . import _hierarchy as hierarchy
-from ._hierarchy import HostSizes, fair_share
+from ._hierarchy import HostSizes, default_ranks_a_host
 
 __all__: list[str] = []
 
 
 def _all_reduce_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
-    yield hierarchy.inside_load("reduce_scatter", inner, hosts)
-    yield hierarchy.between_load("all_reduce", outer, hosts, 1 / min(hosts.ranks), 1)
-    yield hierarchy.inside_load("all_gather", inner, hosts)
+    yield hierarchy.load_within_hosts("reduce_scatter", inner, hosts)
+    yield hierarchy.load_between_hosts("all_reduce", outer, hosts, 1 / min(hosts.ranks), 1)
+    yield hierarchy.load_within_hosts("all_gather", inner, hosts)
 
 
 def _all_gather_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
-    yield hierarchy.between_load("all_gather", outer, hosts, 1 / hosts.ranks[0], 1)
-    yield hierarchy.inside_load("all_gather", inner, hosts)
+    yield hierarchy.load_between_hosts("all_gather", outer, hosts, 1 / hosts.ranks[0], 1)
+    yield hierarchy.load_within_hosts("all_gather", inner, hosts)
 
 
 def _reduce_scatter_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
-    yield hierarchy.inside_load("reduce_scatter", inner, hosts)
-    yield hierarchy.between_load("reduce_scatter", outer, hosts, 1 / hosts.ranks[0], 1)
+    yield hierarchy.load_within_hosts("reduce_scatter", inner, hosts)
+    yield hierarchy.load_between_hosts("reduce_scatter", outer, hosts, 1 / hosts.ranks[0], 1)
 
 
-M = {"m": fair_share}
+M = {"m": default_ranks_a_host}
 BLOCKS = Card("m-1 + n/m - 1", "(n-1)/n", "several hosts, all sizes", hierarchy.MULTI_LANE, M, _reduce_scatter_load)
 
 _chunks = hierarchy.chunks_of_units(("reduce_scatter", "all_gather"), "all_reduce")
@@ -71,9 +71,9 @@ _chunks = hierarchy.chunks_of_units(("reduce_scatter", "all_gather"), "all_reduc
 def all_reduce(size: int, inner: str = "ring", outer: str = "ring", hosts: HostSizes = None) -> Phases:
     shape, chunks = hierarchy.host_sizes(size, hosts), _chunks(size, inner, outer, hosts)
     return (
-        hierarchy.inside("reduce_scatter", inner, shape, chunks),
-        hierarchy.between_units(hierarchy.phase("outer", "all_reduce", outer, len(shape)), shape, chunks),
-        hierarchy.inside("all_gather", inner, shape, chunks),
+        hierarchy.units_within_hosts("reduce_scatter", inner, shape, chunks),
+        hierarchy.units_between_hosts(hierarchy.flat_schedule("outer", "all_reduce", outer, len(shape)), shape, chunks),
+        hierarchy.units_within_hosts("all_gather", inner, shape, chunks),
     )
 
 
@@ -86,8 +86,10 @@ def all_reduce(size: int, inner: str = "ring", outer: str = "ring", hosts: HostS
 def all_gather(size: int, inner: str = "ring", outer: str = "ring", hosts: HostSizes = None) -> Phases:
     number, each = hierarchy.equal_hosts(size, hosts)
     return (
-        hierarchy.between(hierarchy.phase("outer", "all_gather", outer, number), each),
-        hierarchy.within(hierarchy.phase("inner", "all_gather", inner, each), range(number), number),
+        hierarchy.blocks_between_hosts(hierarchy.flat_schedule("outer", "all_gather", outer, number), each),
+        hierarchy.blocks_within_hosts(
+            hierarchy.flat_schedule("inner", "all_gather", inner, each), range(number), number
+        ),
     )
 
 
@@ -95,6 +97,8 @@ def all_gather(size: int, inner: str = "ring", outer: str = "ring", hosts: HostS
 def reduce_scatter(size: int, inner: str = "ring", outer: str = "ring", hosts: HostSizes = None) -> Phases:
     number, each = hierarchy.equal_hosts(size, hosts)
     return (
-        hierarchy.within(hierarchy.phase("inner", "reduce_scatter", inner, each), range(number), number),
-        hierarchy.between(hierarchy.phase("outer", "reduce_scatter", outer, number), each),
+        hierarchy.blocks_within_hosts(
+            hierarchy.flat_schedule("inner", "reduce_scatter", inner, each), range(number), number
+        ),
+        hierarchy.blocks_between_hosts(hierarchy.flat_schedule("outer", "reduce_scatter", outer, number), each),
     )

@@ -28,7 +28,7 @@ from ..moves import Part
 from ..registry import algorithm, lookup
 from ..steps import CountedStep, ScheduleData, Step
 from . import _hierarchy as hierarchy
-from ._hierarchy import HostSizes, Ints, fair_share
+from ._hierarchy import HostSizes, Ints, default_ranks_a_host
 
 __all__: list[str] = []
 
@@ -62,13 +62,13 @@ def _rows(step: Step, ranks: Ints, numbers: Ints) -> Step:
 
 
 def _all_to_all_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
-    yield hierarchy.inside_load("all_to_all", inner, hosts)
-    yield hierarchy.between_load("all_to_all", outer, hosts, 1, hosts.ranks[0])
+    yield hierarchy.load_within_hosts("all_to_all", inner, hosts)
+    yield hierarchy.load_between_hosts("all_to_all", outer, hosts, 1, hosts.ranks[0])
 
 
 def _barrier_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
-    yield hierarchy.inside_load("barrier", inner, hosts)
-    yield hierarchy.between_load("barrier", outer, hosts, 1, 1)
+    yield hierarchy.load_within_hosts("barrier", inner, hosts)
+    yield hierarchy.load_between_hosts("barrier", outer, hosts, 1, 1)
 
 
 @algorithm(
@@ -81,15 +81,15 @@ def _barrier_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
         "(n/m*(m-1) + m*(n/m - 1))/n",
         "several hosts, small blocks",
         hierarchy.MULTI_LANE,
-        {"m": fair_share},
+        {"m": default_ranks_a_host},
         _all_to_all_load,
     ),
 )
 def all_to_all(size: int, inner: str = "pairwise", outer: str = "pairwise", hosts: HostSizes = None) -> Iterator[Step]:
     number, each = hierarchy.equal_hosts(size, hosts)
     small, large = (
-        hierarchy.phase("inner", "all_to_all", inner, each),
-        hierarchy.phase("outer", "all_to_all", outer, number),
+        hierarchy.flat_schedule("inner", "all_to_all", inner, each),
+        hierarchy.flat_schedule("outer", "all_to_all", outer, number),
     )
     ranks = block = np.arange(size).reshape(number, each)  # [host, place]
     collected, output, more = 2 * size + block, size + block, 3 * size
@@ -106,7 +106,7 @@ def all_to_all(size: int, inner: str = "pairwise", outer: str = "pairwise", host
         "0",
         "several hosts",
         hierarchy.MULTI_LANE,
-        {"M": lambda n: ceil_log2(fair_share(n)), "H": lambda n: ceil_log2(n // fair_share(n))},
+        {"M": lambda n: ceil_log2(default_ranks_a_host(n)), "H": lambda n: ceil_log2(n // default_ranks_a_host(n))},
         _barrier_load,
     ),
 )
@@ -116,5 +116,5 @@ def barrier(
     number, each = hierarchy.equal_hosts(size, hosts)
     rank = np.arange(size).reshape(number, each)
     for groups, name in ((rank, inner), (rank.T, outer)):
-        schedule = hierarchy.phase("inner" if groups is rank else "outer", "barrier", name, groups.shape[1])
+        schedule = hierarchy.flat_schedule("inner" if groups is rank else "outer", "barrier", name, groups.shape[1])
         yield from map(hierarchy.Groups(groups, np.zeros(len(groups), np.int64), 1).spread, schedule.steps)

@@ -35,16 +35,16 @@ from ..schedule_builder import build_shared
 from ..steps import Phase, Phases, ScheduleData, Step
 from . import _hierarchy as hierarchy
 from . import binomial
-from ._hierarchy import HostSizes, fair_share
+from ._hierarchy import HostSizes, default_ranks_a_host
 
 __all__: list[str] = []
 
 WHERE = {
-    "m": fair_share,
-    "M": lambda n: ceil_log2(fair_share(n)),
-    "H": lambda n: ceil_log2(n // fair_share(n)),
-    "w": lambda n: _most_sent(fair_share(n)),
-    "b": lambda n: _most_sent(n // fair_share(n)),
+    "m": default_ranks_a_host,
+    "M": lambda n: ceil_log2(default_ranks_a_host(n)),
+    "H": lambda n: ceil_log2(n // default_ranks_a_host(n)),
+    "w": lambda n: _most_sent(default_ranks_a_host(n)),
+    "b": lambda n: _most_sent(n // default_ranks_a_host(n)),
 }
 
 
@@ -74,25 +74,25 @@ def _steps_on_one_host(schedule: ScheduleData, first_rank: int) -> Iterator[Step
 
 
 def _broadcast_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
-    yield hierarchy.inside_load("scatter", "binomial", hosts, every=False)
-    yield hierarchy.between_load("broadcast", outer, hosts, 1 / min(hosts.ranks), 1)
-    yield hierarchy.inside_load("all_gather", inner, hosts)
+    yield hierarchy.load_within_hosts("scatter", "binomial", hosts, every=False)
+    yield hierarchy.load_between_hosts("broadcast", outer, hosts, 1 / min(hosts.ranks), 1)
+    yield hierarchy.load_within_hosts("all_gather", inner, hosts)
 
 
 def _reduce_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
-    yield hierarchy.inside_load("reduce_scatter", inner, hosts)
-    yield hierarchy.between_load("reduce", outer, hosts, 1 / min(hosts.ranks), 1)
-    yield hierarchy.inside_load("gather", "binomial", hosts, every=False)
+    yield hierarchy.load_within_hosts("reduce_scatter", inner, hosts)
+    yield hierarchy.load_between_hosts("reduce", outer, hosts, 1 / min(hosts.ranks), 1)
+    yield hierarchy.load_within_hosts("gather", "binomial", hosts, every=False)
 
 
 def _gather_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
-    yield hierarchy.between_load("gather", outer, hosts, 1 / hosts.ranks[0], 1)
-    yield hierarchy.inside_load("gather", inner, hosts, every=False)
+    yield hierarchy.load_between_hosts("gather", outer, hosts, 1 / hosts.ranks[0], 1)
+    yield hierarchy.load_within_hosts("gather", inner, hosts, every=False)
 
 
 def _scatter_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
-    yield hierarchy.inside_load("scatter", inner, hosts, every=False)
-    yield hierarchy.between_load("scatter", outer, hosts, 1 / hosts.ranks[0], 1)
+    yield hierarchy.load_within_hosts("scatter", inner, hosts, every=False)
+    yield hierarchy.load_between_hosts("scatter", outer, hosts, 1 / hosts.ranks[0], 1)
 
 
 _broadcast_chunks = hierarchy.chunks_of_units(("all_gather",), "broadcast")
@@ -114,8 +114,10 @@ def broadcast(
     host, _ = _place(shape, root)
     return (
         _on_one_host("scatter", shape, root, chunks),
-        hierarchy.between_units(hierarchy.phase("outer", "broadcast", outer, len(shape), host), shape, chunks),
-        hierarchy.inside("all_gather", inner, shape, chunks, without=root),
+        hierarchy.units_between_hosts(
+            hierarchy.flat_schedule("outer", "broadcast", outer, len(shape), host), shape, chunks
+        ),
+        hierarchy.units_within_hosts("all_gather", inner, shape, chunks, without=root),
     )
 
 
@@ -136,8 +138,10 @@ def reduce(size: int, root: int = 0, inner: str = "ring", outer: str = "binomial
     shape, chunks = hierarchy.host_sizes(size, hosts), _reduce_chunks(size, inner, outer, hosts)
     host, _ = _place(shape, root)
     return (
-        hierarchy.inside("reduce_scatter", inner, shape, chunks),
-        hierarchy.between_units(hierarchy.phase("outer", "reduce", outer, len(shape), host), shape, chunks),
+        hierarchy.units_within_hosts("reduce_scatter", inner, shape, chunks),
+        hierarchy.units_between_hosts(
+            hierarchy.flat_schedule("outer", "reduce", outer, len(shape), host), shape, chunks
+        ),
         _on_one_host("gather", shape, root, chunks),
     )
 
@@ -154,8 +158,10 @@ def gather(
     number, each = hierarchy.equal_hosts(size, hosts)
     host, place = divmod(root, each)
     return (
-        hierarchy.between(hierarchy.phase("outer", "gather", outer, number, host), each),
-        hierarchy.within(hierarchy.phase("inner", "gather", inner, each, place), range(host, host + 1), number),
+        hierarchy.blocks_between_hosts(hierarchy.flat_schedule("outer", "gather", outer, number, host), each),
+        hierarchy.blocks_within_hosts(
+            hierarchy.flat_schedule("inner", "gather", inner, each, place), range(host, host + 1), number
+        ),
     )
 
 
@@ -171,6 +177,8 @@ def scatter(
     number, each = hierarchy.equal_hosts(size, hosts)
     host, place = divmod(root, each)
     return (
-        hierarchy.within(hierarchy.phase("inner", "scatter", inner, each, place), range(host, host + 1), number),
-        hierarchy.between(hierarchy.phase("outer", "scatter", outer, number, host), each),
+        hierarchy.blocks_within_hosts(
+            hierarchy.flat_schedule("inner", "scatter", inner, each, place), range(host, host + 1), number
+        ),
+        hierarchy.blocks_between_hosts(hierarchy.flat_schedule("outer", "scatter", outer, number, host), each),
     )

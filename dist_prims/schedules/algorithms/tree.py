@@ -58,7 +58,7 @@ def parents(size: int) -> Ints:
     return np.where(rank == 0, -1, np.where(above < size, above, rank ^ low))
 
 
-def _levels(parent: Ints) -> tuple[Ints, Ints]:
+def _heights_and_depths(parent: Ints) -> tuple[Ints, Ints]:
     """(height, depth) of each rank: the distances to its furthest leaf and to the root."""
     depth, height = np.zeros_like(parent), np.zeros_like(parent)
     below, above = np.arange(len(parent)), parent.copy()
@@ -73,7 +73,7 @@ def _levels(parent: Ints) -> tuple[Ints, Ints]:
 
 def _pipeline(parent: Ints, first: int, chunks: int) -> Iterator[Step]:
     """The steps of one tree, whose chunks are numbered from ``first``: up to the root and down again."""
-    height, depth = _levels(parent)
+    height, depth = _heights_and_depths(parent)
     child = np.flatnonzero(parent >= 0)
     top = int(height.max(initial=0))
     for now in range(2 * top + chunks - 1 if top else 0):
@@ -87,7 +87,7 @@ def _pipeline(parent: Ints, first: int, chunks: int) -> Iterator[Step]:
         )
 
 
-def tree_levels(size: int, reduce: bool) -> list[list[Move]]:
+def moves_by_level(size: int, reduce: bool) -> list[list[Move]]:
     """For each level, from the leaves: the messages of children to parents, or of parents to children."""
     levels = []
     for step in range(ceil_log2(size)):
@@ -100,11 +100,11 @@ def tree_levels(size: int, reduce: bool) -> list[list[Move]]:
     return levels
 
 
-def _double_levels(size: int, reduce: bool) -> list[list[Move]]:
+def _double_tree_moves_by_level(size: int, reduce: bool) -> list[list[Move]]:
     """The same for both trees of a double tree; odd sizes have the tree of one rank more, without its root."""
     if size % 2 == 0:
-        return [[*level, *(move.mirrored(size) for move in level)] for level in tree_levels(size, reduce)]
-    levels = tree_levels(size + 1, reduce=True)[:-1]
+        return [[*level, *(move.mirrored(size) for move in level)] for level in moves_by_level(size, reduce)]
+    levels = moves_by_level(size + 1, reduce=True)[:-1]
     both = []
     for level in levels:
         one = [replace(move, first=move.first - 1, last=move.last - 1) for move in level]
@@ -120,7 +120,9 @@ def _load(hosts: Hosts, chunks: int = CHUNKS, trees: int = 1) -> Iterator[Part]:
     if size <= FEW_RANKS:
         yield from (tree if trees == 1 else double_tree)(size, chunks)
         return
-    up, down = ((tree_levels if trees == 1 else _double_levels)(size, reduce) for reduce in (True, False))
+    up, down = (
+        (moves_by_level if trees == 1 else _double_tree_moves_by_level)(size, reduce) for reduce in (True, False)
+    )
     top = len(up)
     for now in range(2 * top + chunks - 1 if top else 0):
         active = [move for at, level in enumerate(up) if 0 <= now - at < chunks for move in level]
