@@ -1,13 +1,14 @@
 """Butterfly exchanges, shared by halving-doubling and Swing: in every step each rank exchanges with one peer.
 
 The two algorithms differ only in their peers. Let ``peers[s][r]`` be the peer of rank r in step s. A reduce-scatter
-must leave each rank with its own block only. Let ``blocks[s][r]`` be the blocks that rank r still works on before step
-s. Counting from the end, a pair works on the blocks of both of its members before its exchange:
+must leave each rank with its own block only. Let ``active[s][r]`` be the blocks that rank r still works on before step
+s. Both ranks of a pair work on the same blocks before their exchange, and afterwards each on its part of them. So the
+sets follow from the last step backwards:
 
-    blocks[last + 1][r] = {block of r}          blocks[s][r] = blocks[s + 1][r]  |  blocks[s + 1][peers[s][r]]
+    active[last + 1][r] = {block of r}          active[s][r] = active[s + 1][r]  |  active[s + 1][peers[s][r]]
 
-Step s of a reduce-scatter: rank r sends its peer the blocks ``blocks[s + 1][peer]`` and adds what it receives to its
-own ``blocks[s + 1][r]``. After s steps its sums cover the 2^s ranks that it exchanged with, directly or indirectly;
+Step s of a reduce-scatter: rank r sends its peer the blocks ``active[s + 1][peer]`` and adds what it receives to its
+own ``active[s + 1][r]``. After s steps its sums cover the 2^s ranks that it exchanged with, directly or indirectly;
 after the last step they cover all ranks. An all-gather runs the same steps backwards and copies instead of adding.
 
 If the number of ranks is not a power of two, a block may reach a rank in two ways. An all-gather then sends only the
@@ -35,21 +36,21 @@ Bools = NDArray[np.bool_]
 def fold(size: int, p: int, chunks: Ints) -> Iterator[Step]:
     """Add the data of the surplus ranks p.. to ranks 0.."""
     if p < size:
-        yield _each(np.arange(p, size), np.arange(size - p), chunks, reduce=True)
+        yield _send_all_chunks(np.arange(p, size), np.arange(size - p), chunks, reduce=True)
 
 
 def unfold(size: int, p: int, chunks: Ints) -> Iterator[Step]:
     """Copy the result from ranks 0.. to the surplus ranks p.."""
     if p < size:
-        yield _each(np.arange(size - p), np.arange(p, size), chunks, reduce=False)
+        yield _send_all_chunks(np.arange(size - p), np.arange(p, size), chunks, reduce=False)
 
 
-def _each(src: Ints, dst: Ints, chunks: Ints, reduce: bool) -> Step:
+def _send_all_chunks(src: Ints, dst: Ints, chunks: Ints, reduce: bool) -> Step:
     return Step(np.repeat(src, len(chunks)), np.repeat(dst, len(chunks)), np.tile(chunks, len(src)), reduce)
 
 
-def _active_blocks(peers: Sequence[Ints], blocks: Bools) -> list[Bools]:
-    """active[s][r, chunk]: whether rank r still works on the chunk before step s."""
+def _active_chunks(peers: Sequence[Ints], blocks: Bools) -> list[Bools]:
+    """active[s][r, chunk]: whether rank r still works on the chunk before step s. ``blocks``: after the last step."""
     active = [blocks]
     for peer in reversed(peers):
         active.append(active[-1] | active[-1][peer])
@@ -57,7 +58,11 @@ def _active_blocks(peers: Sequence[Ints], blocks: Bools) -> list[Bools]:
 
 
 def _exchange(peer: Ints, after: Bools, reduce: bool) -> Step:
-    """Send the chunks that only the peer (when reducing) or the sender (when gathering) works on after the step."""
+    """The exchange of every rank with its peer; ``after``: the active chunks after this step of the reduce-scatter.
+
+    A reducing rank sends the chunks that its peer keeps and it does not keep itself. A gathering rank sends the chunks
+    that it has and its peer does not have.
+    """
     sent = after[peer] & ~after if reduce else after & ~after[peer]
 
     def rows() -> Step:
@@ -71,20 +76,20 @@ def _exchange(peer: Ints, after: Bools, reduce: bool) -> Step:
 
 def reduce_scatter(peers: Sequence[Ints], blocks: Bools) -> Iterator[Step]:
     """Reduce-scatter: rank r ends with the chunks that blocks[r] marks, reduced over all ranks of the butterfly."""
-    for peer, after in zip(peers, _active_blocks(peers, blocks)[1:], strict=True):
+    for peer, after in zip(peers, _active_chunks(peers, blocks)[1:], strict=True):
         yield _exchange(peer, after, reduce=True)
 
 
 def gather(peers: Sequence[Ints], blocks: Bools) -> Iterator[Step]:
     """All-gather: rank r begins with the chunks that blocks[r] marks; every rank of the butterfly ends with all."""
-    for peer, after in reversed(list(zip(peers, _active_blocks(peers, blocks)[1:], strict=True))):
+    for peer, after in reversed(list(zip(peers, _active_chunks(peers, blocks)[1:], strict=True))):
         yield _exchange(peer, after, reduce=False)
 
 
 def swing_gather(p: int, surplus: int = 0) -> Iterator[Round]:
     """The rounds of an all-gather among p ranks, an even number, with the peers of Swing.
 
-    Rank 0 has ``surplus`` further chunks, so the busiest rank sends so many more in each step.
+    ``surplus``: the chunks of surplus ranks, which rank 0 sends in each step with its own ones.
     """
     steps = (p - 1).bit_length()
     for step in reversed(range(steps)):

@@ -40,12 +40,12 @@ def distances(size: int, radix: int) -> list[int]:
     """The powers of the radix below ``size``: the distance of each step, nearest first."""
     if radix < 2:
         raise ValueError(f"radix={radix}; it must be at least 2")
-    found = []
+    powers = []
     distance = 1
     while distance < size:
-        found.append(distance)
+        powers.append(distance)
         distance *= radix
-    return found
+    return powers
 
 
 def broadcast_load(hosts: Hosts, radix: int = 2) -> Iterator[Part]:
@@ -107,7 +107,10 @@ def reduce(size: int, root: int = 0, radix: int = 2) -> Iterator[Step]:
 
 
 def _subtrees(size: int, distance: int, radix: int) -> tuple[Ints, Ints, Ints]:
-    """(place of the parent, of a subtree's head, of a member) for the subtrees of ``distance`` places that are sent."""
+    """The places (parent, head, member) of the rows of a step: chunks travel between the head of a subtree and its parent.
+
+    The subtrees of the step have ``distance`` places; each member of a subtree is a row.
+    """
     member = np.arange(size)
     digit = member // distance % radix
     member, digit = member[digit > 0], digit[digit > 0]

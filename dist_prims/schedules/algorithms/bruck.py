@@ -4,16 +4,17 @@ All-gather: before step k rank r holds the 2^k chunks r, r+1, ... (modulo n). In
 the chunks that continue them. The last step brings only the chunks that are still missing, so each rank receives n-1
 chunks, as few as possible.
 
-All-to-all: a block for the rank i places further travels by the powers of two in i. In step k rank r sends to rank
-r + 2^k, in one message, every block that it holds whose i has bit k set:
+All-to-all: the *way* i of a block is the number of places from its sender to its receiver. The block travels by the
+powers of two in i: in step k rank r sends to rank r + 2^k, in one message, every block that it holds whose way has bit
+k set:
 
     size 6, a block for the rank 5 places further (5 = 1 + 4)    step 0: +1, into scratch    step 2: +4, arrives
 
 The first hop reads the input, the last one writes the output, and the hops between go through scratch. A block travels
 up to log2 n times, so the algorithm pays for small blocks only.
 
-``radix``: digits to another base than 2, as in the paper. In step k a rank sends a message for each digit d, from 1 to
-radix-1, to rank r + d * radix^k. All-to-all then moves each block fewer times, in more messages:
+``radix``: ways in digits to another base than 2, as in the paper. In step k rank r sends a message for each digit d,
+from 1 to radix-1, to rank r + d * radix^k. All-to-all then moves each block fewer times, in more messages:
 
     size 9     radix 2: 4 steps, 4 messages, 13 blocks sent     radix 3: 2 steps, 4 messages, 12 blocks
 
@@ -39,9 +40,9 @@ SOURCE = "Bruck, Ho, Kipnis, Upfal and Weathersby 1997"
 
 def _gather_load(hosts: Hosts, radix: int) -> Iterator[Part]:
     size = hosts.size
-    for held in distances(size, radix):
-        then = min(radix * held, size)
-        yield Round(1, [shifted(size, -place, min(held, then - place)) for place in range(held, then, held)])
+    for before in distances(size, radix):
+        after = min(radix * before, size)
+        yield Round(1, [shifted(size, -place, min(before, after - place)) for place in range(before, after, before)])
 
 
 def _exchange_load(hosts: Hosts, radix: int) -> Iterator[Part]:
@@ -49,8 +50,8 @@ def _exchange_load(hosts: Hosts, radix: int) -> Iterator[Part]:
     way = np.arange(size)
     for distance in distances(size, radix):
         digits = np.bincount(way // distance % radix, minlength=radix)[1:].tolist()
-        far = enumerate(digits, start=1)
-        yield Round(1, [shifted(size, digit * distance, blocks) for digit, blocks in far if blocks])
+        messages = [(digit * distance, blocks) for digit, blocks in enumerate(digits, start=1) if blocks]
+        yield Round(1, [shifted(size, places, blocks) for places, blocks in messages])
 
 
 @algorithm(
@@ -60,22 +61,22 @@ def _exchange_load(hosts: Hosts, radix: int) -> Iterator[Part]:
     variants=[{"radix": 3}],
 )
 def all_gather(size: int, radix: int = 2) -> Iterator[Step]:
-    for held in distances(size, radix):
-        yield _continued(size, held, min(radix * held, size))
+    for before in distances(size, radix):
+        yield _gather_step(size, before, min(radix * before, size))
 
 
-def _continued(size: int, held: int, then: int) -> Step:
-    """The step after which each rank holds ``then`` consecutive chunks instead of ``held``."""
+def _gather_step(size: int, before: int, after: int) -> Step:
+    """The step before which each rank r holds ``before`` chunks, r, r + 1, ..., and after which it holds ``after``."""
     rank = np.arange(size)
 
     def rows() -> Step:
-        receiver, place = np.repeat(rank, then - held), np.tile(np.arange(held, then), size)
-        return Step((receiver + place // held * held) % size, receiver, (receiver + place) % size)
+        receiver, place = np.repeat(rank, after - before), np.tile(np.arange(before, after), size)
+        return Step((receiver + place // before * before) % size, receiver, (receiver + place) % size)
 
-    first = np.arange(held, then, held)
+    first = np.arange(before, after, before)  # of the chunks of each message, counted from the receiver's own
     receiver, place = np.repeat(rank, len(first)), np.tile(first, size)
     messages = Step((receiver + place) % size, receiver, (receiver + place) % size)
-    return CountedStep(messages, np.minimum(held, then - place), rows)
+    return CountedStep(messages, np.minimum(before, after - place), rows)
 
 
 @algorithm(
@@ -103,7 +104,10 @@ def all_to_all(size: int, radix: int = 2) -> Iterator[Step]:
 
 
 def _hop(size: int, distance: int, radix: int) -> Step:
-    """Move the blocks whose way has the digit d at this distance by d * ``distance`` ranks, in one message a digit."""
+    """Move the blocks whose way has the digit d at this distance by d * ``distance`` ranks, in one message a digit.
+
+    Block i of a rank lies in scratch chunk 2 * size + i between its first hop and its last.
+    """
     rank, way = np.arange(size), np.arange(size)
     way = way[way // distance % radix > 0]
     digit = way // distance % radix
@@ -111,8 +115,9 @@ def _hop(size: int, distance: int, radix: int) -> Step:
     def rows() -> Step:
         src, i = np.repeat(rank, len(way)), np.tile(way, size)
         dst = (src + np.tile(digit, size) * distance) % size
-        chunk = np.where(i % distance > 0, 2 * size + i, (src + i) % size)
-        into = np.where(i // (distance * radix) > 0, 2 * size + i, size + (dst - i) % size)
+        has_hopped, will_hop = i % distance > 0, i // (distance * radix) > 0
+        chunk = np.where(has_hopped, 2 * size + i, (src + i) % size)
+        into = np.where(will_hop, 2 * size + i, size + (dst - i) % size)
         return Step(src, dst, chunk, into=into)
 
     digits, count = np.unique(digit, return_counts=True)

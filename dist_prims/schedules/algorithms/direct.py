@@ -30,26 +30,12 @@ def _pairs(size: int) -> tuple[np.ndarray, np.ndarray]:
     return np.tile(np.arange(size), size), np.repeat(np.arange(size), size)
 
 
-def _reduce_load(hosts: Hosts) -> Iterator[Part]:
-    yield AllPairs(reduce=True)
+def _exchange_load(hosts: Hosts) -> list[Part]:
+    return [AllPairs()] if hosts.size > 1 else []
 
 
-def _exchange_load(hosts: Hosts) -> Iterator[Part]:
-    if hosts.size > 1:
-        yield AllPairs()
-
-
-def _two_shot_load(hosts: Hosts) -> Iterator[Part]:
-    yield AllPairs(reduce=True)
-    yield from _exchange_load(hosts)
-
-
-def _gather_load(hosts: Hosts) -> Iterator[Part]:
-    yield Star(inward=True)
-
-
-def _scatter_load(hosts: Hosts) -> Iterator[Part]:
-    yield Star(inward=False)
+def _reduce_load(hosts: Hosts) -> list[Part]:
+    return [AllPairs(reduce=True)]
 
 
 @algorithm("all_reduce", name="direct", chunks=1, card=Card("1", "n-1", "tiny data", SOURCE, load=_reduce_load))
@@ -66,7 +52,13 @@ def _add_in_rank_order(size: int) -> Step:
 @algorithm(
     "all_reduce",
     name="two_shot",
-    card=Card("min(n, 2)", "2*(n-1)/n", "shared memory, one switch", SOURCE, load=_two_shot_load),
+    card=Card(
+        "min(n, 2)",
+        "2*(n-1)/n",
+        "shared memory, one switch",
+        SOURCE,
+        load=lambda hosts: _reduce_load(hosts) + _exchange_load(hosts),
+    ),
 )
 def two_shot(size: int) -> Iterator[Step]:
     yield _add_in_rank_order(size)
@@ -92,14 +84,17 @@ def all_gather(size: int) -> Iterator[Step]:
         yield Step(src, dst, chunk=src)
 
 
-@algorithm("gather", name="direct", card=Card("min(n-1, 1)", "min(n-1, 1)/n", "large data", SOURCE, load=_gather_load))
+GATHER_LOAD, SCATTER_LOAD = (lambda hosts: [Star(inward=True)]), (lambda hosts: [Star(inward=False)])
+
+
+@algorithm("gather", name="direct", card=Card("min(n-1, 1)", "min(n-1, 1)/n", "large data", SOURCE, load=GATHER_LOAD))
 def gather(size: int, root: int = 0) -> Iterator[Step]:
     others = np.delete(np.arange(size), root)
     if size > 1:
         yield Step(src=others, dst=root, chunk=others)
 
 
-@algorithm("scatter", name="direct", card=Card("min(n-1, 1)", "(n-1)/n", "large data", SOURCE, load=_scatter_load))
+@algorithm("scatter", name="direct", card=Card("min(n-1, 1)", "(n-1)/n", "large data", SOURCE, load=SCATTER_LOAD))
 def scatter(size: int, root: int = 0) -> Iterator[Step]:
     others = np.delete(np.arange(size), root)
     if size > 1:
@@ -107,7 +102,7 @@ def scatter(size: int, root: int = 0) -> Iterator[Step]:
 
 
 def _part(size: int, rank: int) -> Iterator[Step]:
-    """The rows of one rank, in their order in the step: what it receives is one run, of which one row is its own."""
+    """The rows of ``all_to_all`` in which a rank sends or receives, in their order: dst ascends, then src."""
     every = np.arange(size)
     before, after = every[:rank], every[rank + 1 :]
     src = np.concatenate([np.full(rank, rank), every, np.full(len(after), rank)])

@@ -1,7 +1,8 @@
 """Broadcast by halving: the first message goes half the ranks away, so that other hosts have the data first.
 
-The ranks that a holder of the data is responsible for are an interval. In every step the holder sends the data to the
-rank half the interval away, in the other half, and each of the two is then responsible for its own half:
+Each rank that has the data (a *holder*) is responsible for an interval of ranks; at first the root is, for all ranks.
+In every step a holder sends the data to the rank half the interval away, in the other half. Then each of the two ranks
+is responsible for its own half:
 
     2 hosts of 4 ranks    step 0: 0->4    step 1: 0->2 4->6    step 2: 0->1 2->3 4->5 6->7
     root 0                between hosts   within hosts         within hosts
@@ -20,33 +21,37 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..cost_card import Card
-from ..load import Hosts
-from ..moves import Part
 from ..registry import algorithm
 from ..steps import Step
 
 __all__: list[str] = []
 
 
-def _load(hosts: Hosts) -> Iterator[Part]:
-    yield from broadcast(hosts.size)
-
-
 @algorithm(
     "broadcast",
     name="halving",
     chunks=1,
-    card=Card("L", "L", "small data, several hosts", "folklore; MPICH, whose halves are powers of two", load=_load),
+    card=Card(
+        "L",
+        "L",
+        "small data, several hosts",
+        "folklore; MPICH, whose halves are powers of two",
+        load=lambda hosts: _steps(hosts.size, 0),
+    ),
 )
 def broadcast(size: int, root: int = 0) -> Iterator[Step]:
-    first, last, holder = np.array([0]), np.array([size]), np.array([root])
+    yield from _steps(size, root)
+
+
+def _steps(size: int, root: int) -> Iterator[Step]:
+    first, last, holder = np.array([0]), np.array([size]), np.array([root])  # interval i: first[i] .. last[i] - 1
     while (last - first).max() > 1:
-        single = last - first == 1
+        is_cut = last - first > 1
         middle = (first + last + 1) // 2
         half = middle - first
         target = np.where(holder < middle, np.minimum(holder + half, last - 1), holder - half)
-        yield Step(src=holder[~single], dst=target[~single], chunk=0)
-        low = np.where(holder < middle, holder, target)
-        high = (holder + target - low)[~single]
-        first, last = np.concatenate([first, middle[~single]]), np.concatenate([middle, last[~single]])
-        holder = np.concatenate([low, high])
+        yield Step(src=holder[is_cut], dst=target[is_cut], chunk=0)
+        lower = np.where(holder < middle, holder, target)  # the holder of the lower half; a single rank keeps its own
+        upper = (holder + target - lower)[is_cut]
+        first, last = np.concatenate([first, middle[is_cut]]), np.concatenate([middle, last[is_cut]])
+        holder = np.concatenate([lower, upper])

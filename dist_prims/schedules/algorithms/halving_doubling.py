@@ -55,16 +55,15 @@ def _all_gather_load(hosts: Hosts) -> Iterator[Part]:
     surplus = size - p
     yield Round(int(surplus > 0), [[Move(p, size, -p)]])
     for step in range(p.bit_length() - 1):
+        # A group of ``distance`` ranks holds their chunks, and the chunks of the surplus ranks whose partners they are:
+        # below ``whole`` a surplus rank for each rank, in the next group for some of its ranks, above it for none.
         distance = 1 << step
-        whole = surplus // distance * distance  # ranks whose group has a surplus rank for each of its ranks
-        cut = whole + distance  # the end of the group that has one for some of its ranks
-        groups = ((0, whole, 2 * distance), (whole, cut, distance + surplus % distance), (cut, p, distance))
-        yield Round(1, [[m for low, high, c in groups for m in exchanged(high, distance, c, first=low) if low < high]])
+        whole = surplus // distance * distance
+        end = whole + distance
+        sections = ((0, whole, 2 * distance), (whole, end, distance + surplus % distance), (end, p, distance))
+        moves = [exchanged(last, distance, chunks, first=first) for first, last, chunks in sections if first < last]
+        yield Round(1, [[move for section in moves for move in section]])
     yield Round(int(surplus > 0), [[Move(0, surplus, p, chunks=size)]])
-
-
-def _reduce_scatter_load(hosts: Hosts) -> Iterator[Part]:
-    yield from backwards(_all_gather_load(hosts))
 
 
 @algorithm(
@@ -98,7 +97,13 @@ def _with_surplus(size: int) -> NDArray[np.bool_]:
 @algorithm(
     "reduce_scatter",
     name="halving",
-    card=Card("l + 2*min(n-p, 1)", "(n - 1 + min(n-p, 1))/n", "medium data", SOURCE, load=_reduce_scatter_load),
+    card=Card(
+        "l + 2*min(n-p, 1)",
+        "(n - 1 + min(n-p, 1))/n",
+        "medium data",
+        SOURCE,
+        load=lambda hosts: backwards(_all_gather_load(hosts)),
+    ),
 )
 def reduce_scatter(size: int) -> Iterator[Step]:
     p = floor_pow2(size)
@@ -110,10 +115,14 @@ def reduce_scatter(size: int) -> Iterator[Step]:
 
 
 def _chunks_of_rank_0(n: int) -> int:
-    """Chunks that rank 0 sends: in each step its side's, surplus included; all to its partner, if it has one."""
+    """The chunks that rank 0, the busiest rank, sends in the all-gather.
+
+    In each step the chunks of its group of 1, 2, 4, ... ranks and their surplus ranks; at the end all chunks to its own
+    surplus rank, if it has one.
+    """
     surplus = n - floor_pow2(n)
-    sides = (1 << step for step in range(n.bit_length() - 1))
-    return sum(side + min(side, surplus) for side in sides) + (n if surplus else 0)
+    groups = (1 << step for step in range(n.bit_length() - 1))
+    return sum(ranks + min(ranks, surplus) for ranks in groups) + (n if surplus else 0)
 
 
 @algorithm(

@@ -84,21 +84,21 @@ def all_reduce(size: int, inner: str = "ring", outer: str = "ring", hosts: HostS
     card=replace(BLOCKS, load=_all_gather_load),
 )
 def all_gather(size: int, inner: str = "ring", outer: str = "ring", hosts: HostSizes = None) -> Phases:
-    number, each = hierarchy.equal_hosts(size, hosts)
+    number, ranks = hierarchy.equal_hosts(size, hosts)
     return (
-        hierarchy.blocks_between_hosts(hierarchy.flat_schedule("outer", "all_gather", outer, number), each),
+        hierarchy.blocks_between_hosts(hierarchy.flat_schedule("outer", "all_gather", outer, number), ranks),
         hierarchy.blocks_within_hosts(
-            hierarchy.flat_schedule("inner", "all_gather", inner, each), range(number), number
+            hierarchy.flat_schedule("inner", "all_gather", inner, ranks), range(number), number
         ),
     )
 
 
 @algorithm("reduce_scatter", name="hierarchical", chunks=hierarchy.chunks_of_blocks("reduce_scatter"), card=BLOCKS)
 def reduce_scatter(size: int, inner: str = "ring", outer: str = "ring", hosts: HostSizes = None) -> Phases:
-    number, each = hierarchy.equal_hosts(size, hosts)
+    number, ranks = hierarchy.equal_hosts(size, hosts)
     return (
         hierarchy.blocks_within_hosts(
-            hierarchy.flat_schedule("inner", "reduce_scatter", inner, each), range(number), number
+            hierarchy.flat_schedule("inner", "reduce_scatter", inner, ranks), range(number), number
         ),
-        hierarchy.blocks_between_hosts(hierarchy.flat_schedule("outer", "reduce_scatter", outer, number), each),
+        hierarchy.blocks_between_hosts(hierarchy.flat_schedule("outer", "reduce_scatter", outer, number), ranks),
     )

@@ -1,6 +1,6 @@
 """Hierarchical all-to-all and barrier: every rank exchanges with few ranks of its host, then with few ranks elsewhere.
 
-All-to-all, for hosts with equally many ranks. Rank (h, i) is the one with place i on host h.
+All-to-all, for hosts with equally many ranks, m each. Rank (h, i) is rank number i of host h: i is its *place*.
 
 1. Within each host, rank (h, i) gives rank (h, j) its blocks for all ranks with place j, one of each host.
 2. Between hosts, rank (h, j) gives rank (d, j) the blocks of all ranks of host h for it, as one message.
@@ -34,19 +34,24 @@ __all__: list[str] = []
 
 
 def _scratch(size: int, inner: str, outer: str, hosts: HostSizes) -> int:
-    more = any(lookup("all_to_all", name).scratch is not None for name in (inner, outer))
-    return 2 * size if more else size
+    phases_need_scratch = any(lookup("all_to_all", name).scratch is not None for name in (inner, outer))
+    return 2 * size if phases_need_scratch else size
 
 
-def _numbers(schedule: ScheduleData, first: int, held: Ints, arrived: Ints) -> Ints:
-    """numbers[g, c]: the chunk that is chunk c of the small schedule in group g: given, received, or scratch."""
-    groups, more = len(held), schedule.contract.total - 2 * schedule.size
-    scratch = first + np.arange(groups * more).reshape(groups, more)
-    return np.concatenate([held, arrived, scratch], axis=1)
+def _numbers(schedule: ScheduleData, first_scratch: int, sent: Ints, received: Ints) -> Ints:
+    """numbers[i, c]: the chunk of this algorithm that is chunk c of the small schedule in its i-th run.
+
+    Row i of ``sent`` and of ``received`` has the chunks that the i-th run sends, and the chunks for what it receives.
+    """
+    runs, scratch = len(sent), schedule.contract.total - 2 * schedule.size
+    return np.concatenate([sent, received, first_scratch + np.arange(runs * scratch).reshape(runs, scratch)], axis=1)
 
 
 def _spread(schedule: ScheduleData, ranks: Ints, numbers: Ints) -> Iterator[Step]:
-    """The small schedule in every group of ranks[host or place, member], once for each row of chunk numbers."""
+    """The small schedule in every group of ranks[group, member], in one run for each row of chunk numbers.
+
+    All runs of a group share their messages.
+    """
     for step in schedule.steps:
         messages, span = step.narrow
         counted = np.full(len(messages), len(numbers)) if span is None else span * len(numbers)
@@ -86,15 +91,13 @@ def _barrier_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
     ),
 )
 def all_to_all(size: int, inner: str = "pairwise", outer: str = "pairwise", hosts: HostSizes = None) -> Iterator[Step]:
-    number, each = hierarchy.equal_hosts(size, hosts)
-    small, large = (
-        hierarchy.flat_schedule("inner", "all_to_all", inner, each),
-        hierarchy.flat_schedule("outer", "all_to_all", outer, number),
-    )
-    ranks = block = np.arange(size).reshape(number, each)  # [host, place]
-    collected, output, more = 2 * size + block, size + block, 3 * size
-    yield from _spread(small, ranks, _numbers(small, more, block, collected))
-    yield from _spread(large, ranks.T, _numbers(large, more, collected.T, output.T))
+    number, m = hierarchy.equal_hosts(size, hosts)
+    within = hierarchy.flat_schedule("inner", "all_to_all", inner, m)
+    between = hierarchy.flat_schedule("outer", "all_to_all", outer, number)
+    ranks = block = np.arange(size).reshape(number, m)  # [host, place]: a rank, and the chunk of the block for it
+    output, collected, scratch = size + block, 2 * size + block, 3 * size
+    yield from _spread(within, ranks, _numbers(within, scratch, block, collected))
+    yield from _spread(between, ranks.T, _numbers(between, scratch, collected.T, output.T))
 
 
 @algorithm(
@@ -113,8 +116,7 @@ def all_to_all(size: int, inner: str = "pairwise", outer: str = "pairwise", host
 def barrier(
     size: int, inner: str = "dissemination", outer: str = "dissemination", hosts: HostSizes = None
 ) -> Iterator[Step]:
-    number, each = hierarchy.equal_hosts(size, hosts)
-    rank = np.arange(size).reshape(number, each)
+    rank = np.arange(size).reshape(hierarchy.equal_hosts(size, hosts))  # [host, place]
     for groups, name in ((rank, inner), (rank.T, outer)):
         schedule = hierarchy.flat_schedule("inner" if groups is rank else "outer", "barrier", name, groups.shape[1])
         yield from map(hierarchy.Groups(groups, np.zeros(len(groups), np.int64), 1).spread, schedule.steps)

@@ -155,12 +155,12 @@ def reduce(size: int, root: int = 0, inner: str = "ring", outer: str = "binomial
 def gather(
     size: int, root: int = 0, inner: str = "binomial", outer: str = "binomial", hosts: HostSizes = None
 ) -> Phases:
-    number, each = hierarchy.equal_hosts(size, hosts)
-    host, place = divmod(root, each)
+    number, ranks = hierarchy.equal_hosts(size, hosts)
+    host, place = divmod(root, ranks)
     return (
-        hierarchy.blocks_between_hosts(hierarchy.flat_schedule("outer", "gather", outer, number, host), each),
+        hierarchy.blocks_between_hosts(hierarchy.flat_schedule("outer", "gather", outer, number, host), ranks),
         hierarchy.blocks_within_hosts(
-            hierarchy.flat_schedule("inner", "gather", inner, each, place), range(host, host + 1), number
+            hierarchy.flat_schedule("inner", "gather", inner, ranks, place), range(host, host + 1), number
         ),
     )
 
@@ -174,11 +174,11 @@ def gather(
 def scatter(
     size: int, root: int = 0, inner: str = "binomial", outer: str = "binomial", hosts: HostSizes = None
 ) -> Phases:
-    number, each = hierarchy.equal_hosts(size, hosts)
-    host, place = divmod(root, each)
+    number, ranks = hierarchy.equal_hosts(size, hosts)
+    host, place = divmod(root, ranks)
     return (
         hierarchy.blocks_within_hosts(
-            hierarchy.flat_schedule("inner", "scatter", inner, each, place), range(host, host + 1), number
+            hierarchy.flat_schedule("inner", "scatter", inner, ranks, place), range(host, host + 1), number
         ),
-        hierarchy.blocks_between_hosts(hierarchy.flat_schedule("outer", "scatter", outer, number, host), each),
+        hierarchy.blocks_between_hosts(hierarchy.flat_schedule("outer", "scatter", outer, number, host), ranks),
     )

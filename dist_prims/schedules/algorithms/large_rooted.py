@@ -4,8 +4,8 @@ The root of a binomial tree sends the whole buffer log2 n times. Two alternative
 
 - *Chain*: the ranks form a line from the root. In step t the rank at place i forwards chunk t-i to place i+1. With k
   chunks the last one arrives after n-2+k steps of 1/k of the data: for large k, the time of one buffer over one link.
-  The executor of the backend cuts the data into segments, which follow each other in the same way: ``chunks=1``
-  leaves the pipeline to the segments, with one message for each of them.
+  The backend can cut the data of any schedule into segments, which follow each other through the steps in the same
+  way. With ``chunks=1`` the pipeline comes from the segments alone, with one message for each segment.
 - *Scatter + all-gather* (van de Geijn): the root scatters one chunk to each rank, and a ring all-gathers them. The
   ranks send less than two buffers, whatever the size.
 
@@ -24,6 +24,7 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..cost_card import Card
 from ..load import Hosts
@@ -40,38 +41,32 @@ _MANY_HOSTS = 1024  # a longer chain is not cut into segments, so the order of i
 
 
 def _chain_load(hosts: Hosts, chunks: int = CHUNKS, reduce: bool = False) -> Iterator[Part]:
-    """In each step a window of up to ``chunks`` consecutive ranks sends; a link carries each chunk once.
+    """In each step a *window* of up to ``chunks`` consecutive ranks sends; a link carries each chunk once.
 
-    A long chain has two kinds of windows: within a host, and across its end.
+    A long chain has two kinds of steps: the window is within a host, or crosses the end of a host. In a step of each
+    kind the load is the same, so the card has one move for each.
     """
     size, ranks = hosts.size, hosts.ranks
     if size <= FEW_RANKS:
         yield from (chain_reduce if reduce else chain)(size, chunks=chunks)
     else:
-        begin, first = int(hosts.begins[ranks.index(max(ranks))]), max(ranks[0] - chunks, 0)
-        window = min(chunks, max(ranks) - 1)
-        inside, across = ([[Move(at, at + m, 1)]] for at, m in ((begin, window), (first, chunks)))
+        # 1. A window in the largest host, and a window across the end of the first host.
+        largest, before_end = int(hosts.begins[ranks.index(max(ranks))]), max(ranks[0] - chunks, 0)
+        within = Move(largest, largest + min(chunks, max(ranks) - 1), 1)
+        across = Move(before_end, before_end + chunks, 1)
         if reduce:
-            inside, across = ([[move.backwards(reduce)] for (move,) in groups] for groups in (inside, across))
-        crossings = [min(chunks, m) for m in ranks[1:-1]] + [chunks] if len(ranks) > 1 else []
+            within, across = within.backwards(reduce), across.backwards(reduce)
+        # 2. The number of steps in which the window crosses the end of each host; the other steps are in between.
+        crossings = [min(chunks, number) for number in ranks[1:-1]] + [chunks] if len(ranks) > 1 else []
         if len(ranks) > _MANY_HOSTS:
             crossings = [sum(crossings)]
-        rest = size - 2 + chunks - sum(crossings)
+        others = size - 2 + chunks - sum(crossings)
+        between = others // (len(crossings) + 1)
         for crossing in crossings:
-            yield Round(rest // (len(crossings) + 1), inside)
-            yield Round(crossing, across)
-        yield Round(rest - len(crossings) * (rest // (len(crossings) + 1)), inside)
+            yield Round(between, [[within]])
+            yield Round(crossing, [[across]])
+        yield Round(others - len(crossings) * between, [[within]])
     yield Busiest(chunks, chunks, chunks * reduce, chunks)
-
-
-def _scatter_all_gather_load(hosts: Hosts) -> Iterator[Part]:
-    yield from binomial.scatter_load(hosts)
-    yield from ring.round_load(hosts)
-
-
-def _reduce_scatter_gather_load(hosts: Hosts) -> Iterator[Part]:
-    yield from ring.reduce_scatter_load(hosts)
-    yield from binomial.gather_load(hosts)
 
 
 CHAIN = Card(
@@ -86,28 +81,31 @@ CHAIN = Card(
 
 @algorithm("broadcast", name="chain", chunks=at_least_one, card=CHAIN)
 def chain(size: int, root: int = 0, chunks: int = CHUNKS) -> Iterator[Step]:
-    place = np.arange(size)
-    rank = (root + place) % size
+    yield from _along((root + np.arange(size)) % size, chunks, reduce=False)
+
+
+def _along(rank: NDArray[np.int64], chunks: int, reduce: bool) -> Iterator[Step]:
+    """The chunks travel from rank[0] to rank[1], rank[2], ...: in step t the rank at place i sends chunk t-i."""
+    size, place = len(rank), np.arange(len(rank))
     for now in range(size - 2 + chunks if size > 1 else 0):
-        first, last = max(0, now - chunks + 1), min(now + 1, size - 1)
-        yield Step(src=rank[first:last], dst=rank[first + 1 : last + 1], chunk=now - place[first:last])
+        first, last = max(0, now - chunks + 1), min(now + 1, size - 1)  # the window of places that send
+        yield Step(rank[first:last], rank[first + 1 : last + 1], chunk=now - place[first:last], reduce=reduce)
 
 
 @algorithm("reduce", name="chain", chunks=at_least_one, card=replace(CHAIN, load=partial(_chain_load, reduce=True)))
 def chain_reduce(size: int, root: int = 0, chunks: int = CHUNKS) -> Iterator[Step]:
-    place = np.arange(size)  # counted from the last rank of the chain
-    rank = (root - 1 - place) % size
-    for now in range(size - 2 + chunks if size > 1 else 0):
-        first, last = max(0, now - chunks + 1), min(now + 1, size - 1)
-        src, dst = rank[first:last], rank[first + 1 : last + 1]
-        yield Step(src, dst, chunk=now - place[first:last], reduce=True)
+    yield from _along((root - 1 - np.arange(size)) % size, chunks, reduce=True)
 
 
 @algorithm(
     "broadcast",
     name="scatter_all_gather",
     card=Card(
-        "L + n - 1", "2*(n-1)/n", "large data", "Barnett, van de Geijn et al. 1994", load=_scatter_all_gather_load
+        "L + n - 1",
+        "2*(n-1)/n",
+        "large data",
+        "Barnett, van de Geijn et al. 1994",
+        load=lambda hosts: [*binomial.scatter_load(hosts), *ring.all_gather_load(hosts)],
     ),
 )
 def scatter_all_gather(size: int, root: int = 0) -> Iterator[Step]:
@@ -124,7 +122,7 @@ def scatter_all_gather(size: int, root: int = 0) -> Iterator[Step]:
         "large data, few ranks",
         "ring, then binomial tree",
         binomial.HALF,
-        _reduce_scatter_gather_load,
+        lambda hosts: [*ring.reduce_scatter_load(hosts), *binomial.gather_load(hosts)],
     ),
 )
 def reduce_scatter_gather(size: int, root: int = 0) -> Iterator[Step]:

@@ -9,8 +9,8 @@ new pair, so after n/2 steps every rank has all n chunks.
             step 1    1-2 3-4 5-0    each its pair
             step 2    0-1 2-3 4-5    each the pair it got in step 1
 
-If n is odd, the last rank is a guest of its neighbour: the neighbour sends the guest's chunk with its own, and forwards
-to the guest what it receives.
+If n is odd, the last rank is a *guest* of the rank before it, its *host*. The host sends the guest's chunk with its
+own chunks, and forwards to the guest what it receives.
 """
 
 from collections.abc import Iterator
@@ -55,24 +55,27 @@ def _load(hosts: Hosts) -> Iterator[Part]:
     ),
 )
 def all_gather(size: int) -> Iterator[Step]:
-    even, last = size - size % 2, size - size % 2 - 1
+    even = size - size % 2  # the number of ranks that exchange, and the rank of the guest
+    host = even - 1
     has_guest = size % 2 == 1 and size > 1
     if has_guest:
-        yield Step(src=even, dst=last, chunk=even)
+        yield Step(src=even, dst=host, chunk=even)
     rank = np.arange(even)
     peers = [(rank + np.where((rank + step) % 2 == 0, 1, -1)) % even for step in (0, 1)]
-    newest = rank // 2  # the pair of chunks that each rank received last; at first its own pair
+    newest = rank // 2  # the pair of chunks that each rank received last, chunks 2 i and 2 i + 1; at first its own pair
     for step in range(even // 2):
         peer = peers[step % 2]
         exchange = _pairs(rank, peer, newest, even, has_guest) if step else _own(rank, peer, even, has_guest)
-        if has_guest:
-            forwarded = [[last], [last - 1]][step] if step < 2 else [2 * newest[last], 2 * newest[last] + 1]
-            exchange = Step.concat([exchange, Step(src=last, dst=even, chunk=forwarded)])
-        yield exchange
+        yield Step.concat([exchange, _to_guest(step, host, newest)]) if has_guest else exchange
         newest = newest[peer] if step else newest
     if has_guest:
-        forwarded = [last - 1] if even == 2 else [2 * newest[last], 2 * newest[last] + 1]
-        yield Step(src=last, dst=even, chunk=forwarded)
+        yield _to_guest(even // 2, host, newest)
+
+
+def _to_guest(step: int, host: int, newest: NDArray[np.int64]) -> Step:
+    """The host forwards what it received in the previous step: in step 0 its own chunk, as it has received none."""
+    received = [[host], [host - 1]][step] if step < 2 else [2 * newest[host], 2 * newest[host] + 1]
+    return Step(src=host, dst=host + 1, chunk=received)
 
 
 def _own(rank: NDArray[np.int64], peer: NDArray[np.int64], even: int, has_guest: bool) -> Step:

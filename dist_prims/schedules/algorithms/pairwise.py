@@ -19,7 +19,7 @@ __all__: list[str] = []
 
 
 def _part(size: int, rank: int) -> Iterator[Step]:
-    """The rows of one rank, in their order in the step: what it keeps, then what it sends and receives."""
+    """The rows of ``all_to_all`` that concern one rank, in their order in each step."""
     keep = Step(src=rank, dst=rank, chunk=rank, into=size + rank)
     if size == 1:
         yield keep
@@ -31,16 +31,19 @@ def _part(size: int, rank: int) -> Iterator[Step]:
 
 
 def _load(hosts: Hosts) -> Iterator[Part]:
-    """Between equal hosts three kinds of distances: less than a host, whole hosts, and all others."""
-    size, each, number = hosts.size, hosts.ranks[0], len(hosts.ranks)
+    """Between equal hosts there are three kinds of distances: less than a host, whole hosts, and all others.
+
+    All distances of one of the last two kinds have the same load, so one of them stands for all.
+    """
+    size, ranks, number = hosts.size, hosts.ranks[0], len(hosts.ranks)
     if max(hosts.ranks) == 1:
-        every = [(size - 1, 1)]
+        rounds = [(size - 1, 1)]
     elif len(set(hosts.ranks)) > 1:
-        every = [(1, distance) for distance in range(1, size)]
+        rounds = [(1, distance) for distance in range(1, size)]
     else:
-        every = [(1, distance) for distance in (*range(1, each), *range(max(size - each + 1, each), size))]
-        every += [(number - 1, each), (max(number - 2, 0) * (each - 1), each + 1)]
-    yield from (Round(times, [shifted(size, distance)]) for times, distance in every)
+        rounds = [(1, distance) for distance in (*range(1, ranks), *range(max(size - ranks + 1, ranks), size))]
+        rounds += [(number - 1, ranks), (max(number - 2, 0) * (ranks - 1), ranks + 1)]
+    yield from (Round(times, [shifted(size, distance)]) for times, distance in rounds)
 
 
 @algorithm(

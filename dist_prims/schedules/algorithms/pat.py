@@ -1,7 +1,7 @@
 """PAT (parallel aggregated trees): collectives by one binomial tree for every rank at once.
 
-In each step a rank sends the chunks that it holds to the rank ``distance`` further on (except those that would come
-back to their owner or beyond), and the distance halves from step to step:
+In each step a rank sends the chunks that it holds to the rank ``distance`` further on, except the chunks that would
+thereby have travelled once around all ranks. The distance halves from step to step:
 
     size 8, chunk 0    step 0: 0->4    step 1: 0->2 4->6    step 2: 0->1 2->3 4->5 6->7    (Bruck: nearest first)
 
@@ -47,11 +47,6 @@ def _reduce_scatter_load(hosts: Hosts, aggregate: int | None = None) -> Iterator
     yield from backwards(_gather_load(hosts, aggregate))
 
 
-def _all_reduce_load(hosts: Hosts, aggregate: int | None = None) -> Iterator[Part]:
-    yield from _reduce_scatter_load(hosts, aggregate)
-    yield from _gather_load(hosts, aggregate)
-
-
 CARD = Card(
     "L",
     "(n-1)/n",
@@ -62,19 +57,20 @@ CARD = Card(
 
 
 def _hops(size: int, aggregate: int | None) -> list[Step]:
-    """The steps: each rank sends the chunk of the rank ``offset`` places before it to the rank ``distance`` further."""
+    """The steps of the all-gather; a step is cut if it has more than ``aggregate`` chunks a message."""
     if aggregate is not None and not (isinstance(aggregate, int) and aggregate >= 1):
         raise ValueError(f"pat: aggregate={aggregate!r}; it must be a whole number, at least 1 chunk a message")
     steps = []
     for distance in (1 << step for step in reversed(range(ceil_log2(size)))):
         offsets = np.arange(0, size - distance, 2 * distance)
         most = aggregate or len(offsets)
-        for some in (offsets[at : at + most] for at in range(0, len(offsets), most)):
-            steps.append(_hop(size, distance, some))
+        steps += [_hop(size, distance, offsets[first : first + most]) for first in range(0, len(offsets), most)]
     return steps
 
 
 def _hop(size: int, distance: int, offsets: NDArray[np.int64]) -> Step:
+    """Each rank sends the chunks of the ranks ``offsets`` places before it to the rank ``distance`` further."""
+
     def rows() -> Step:
         rank, offset = np.repeat(every, len(offsets)), np.tile(offsets, size)
         return Step(src=rank, dst=(rank + distance) % size, chunk=(rank - offset) % size)
@@ -97,7 +93,13 @@ def reduce_scatter(size: int, aggregate: int | None = None) -> Iterator[Step]:
 @algorithm(
     "all_reduce",
     name="pat",
-    card=Card("2*L", "2*(n-1)/n", "medium and large data, any size", TRAEFF, load=_all_reduce_load),
+    card=Card(
+        "2*L",
+        "2*(n-1)/n",
+        "medium and large data, any size",
+        TRAEFF,
+        load=lambda hosts, aggregate: [*_reduce_scatter_load(hosts, aggregate), *_gather_load(hosts, aggregate)],
+    ),
 )
 def all_reduce(size: int, aggregate: int | None = None) -> Iterator[Step]:
     yield from reduce_scatter(size, aggregate)

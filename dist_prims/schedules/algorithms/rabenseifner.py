@@ -4,8 +4,9 @@ The ranks reduce-scatter by recursive halving, as in :mod:`.halving_doubling`, a
 steps, less than two buffers a rank, and less than one buffer of additions. A binomial reduce adds the whole buffer
 in each of its log2 n steps.
 
-If the size is not a power of two, the first 2 r places, with r = n - p, fold into r places in two further steps. Each
-pair shares the additions: the even place adds the first half of the data, the odd one the second half.
+Places are counted from the root. If the size n is not a power of two, let p be the largest power of two below it, and
+r = n - p. The first 2 r places then form pairs, and in two further steps the data of each pair is added up at its even
+place. Each pair shares the additions: the even place adds the first half of the data, the odd place the second half.
 
     size 6, root 0, p = 4    step 0    0 <-> 1  2 <-> 3             halves of the data
                              step 1    1 -> 0   3 -> 2              the reduced half: 1 and 3 are done
@@ -14,7 +15,7 @@ pair shares the additions: the even place adds the first half of the data, the o
                              step 4    2 -> 0   5 -> 4              1 chunk
                              step 5    4 -> 0                       2 chunks
 
-Places are counted from the root. After the fold, places 0, 2, ..., 2 r - 2 and 2 r, ..., n - 1 remain.
+After this fold, places 0, 2, ..., 2 r - 2 and 2 r, ..., n - 1 remain: p places, which take part in the halving.
 """
 
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ SOURCE = "Rabenseifner, Optimization of collective reduction operations, 2004"
 
 
 def _fold(size: int, root: int, p: int) -> Iterator[Step]:
-    """Add the data of the first 2 r places up in the even ones."""
+    """Steps 0 and 1: the even one of each pair of places gets the sum of both."""
     surplus = size - p
     even = (root + 2 * np.arange(surplus)) % size
     odd = (even + 1) % size
@@ -49,7 +50,7 @@ def _fold(size: int, root: int, p: int) -> Iterator[Step]:
 
 
 def _gathered(n: int) -> int:
-    """The chunks that the busiest of the ranks that took part in the fold sends in the gather."""
+    """The chunks that a rank of the fold sends in the gather: of the busiest such rank."""
     surplus = n - floor_pow2(n)
     return floor_pow2(surplus - 1) if surplus > 1 else 0
 

@@ -31,17 +31,16 @@ from ..steps import Step
 __all__: list[str] = []
 
 
-# For prices on any number of ranks and hosts: the rounds of messages that follow, in closed form. See moves.py.
-def round_load(hosts: Hosts, reduce: bool = False) -> Iterator[Part]:
-    yield Round(hosts.size - 1, [shifted(hosts.size, 1, reduce=reduce)])
+# The load is for prices on any number of ranks and hosts: the steps below in closed form. See moves.py.
+def all_gather_load(hosts: Hosts, reduce: bool = False) -> list[Part]:
+    return [Round(hosts.size - 1, [shifted(hosts.size, 1, reduce=reduce)])]
 
 
-reduce_scatter_load = partial(round_load, reduce=True)
+reduce_scatter_load = partial(all_gather_load, reduce=True)
 
 
-def all_reduce_load(hosts: Hosts) -> Iterator[Part]:
-    yield from reduce_scatter_load(hosts)
-    yield from round_load(hosts)
+def all_reduce_load(hosts: Hosts) -> list[Part]:
+    return reduce_scatter_load(hosts) + all_gather_load(hosts)
 
 
 SOURCE = "Patarasu and Yuan, Bandwidth optimal all-reduce algorithms, 2009"
@@ -69,7 +68,7 @@ def reduce_scatter(size: int) -> Iterator[Step]:
         yield Step(src=rank, dst=following, chunk=(rank - 1 - step) % size, reduce=True)
 
 
-@algorithm("all_gather", name="ring", card=Card("n-1", "(n-1)/n", "large data", SOURCE, load=round_load))
+@algorithm("all_gather", name="ring", card=Card("n-1", "(n-1)/n", "large data", SOURCE, load=all_gather_load))
 def all_gather(size: int) -> Iterator[Step]:
     rank = np.arange(size)
     following = (rank + 1) % size

@@ -8,7 +8,7 @@ Swing pairs each rank with one to the left, then to the right, ... at distances 
     size 8, step 0    0-1  2-3  4-5  6-7         step 1    0-7  2-1  4-3  6-5         step 2    0-3  2-5  4-7  6-1
 
 In each step the peers are at most about half as far apart as in halving-doubling. If the size is a power of two, no two
-ranks meet twice, directly or through others, so each exchange adds new contributions. For other even sizes some would
+ranks meet twice, directly or through others, so each exchange adds new contributions. For other even sizes some ranks
 meet twice. A rank then leaves out the blocks that its peer has already, so the number of bytes is still the smallest:
 
     size 6, all-gather of chunk 0    step 2: 0->3    step 1: 0->5 3->4    step 0: 0->1 3->2, but not 4->5

@@ -10,15 +10,16 @@ a node one step after chunk c-1, so all levels work at once: 2 log2 n + k - 1 st
                 2       6
               1   3   5   7
 
-In step t a node of height h sends chunk t-h to its parent, which adds it; a node receives chunk c only after its parent
-has the complete sum. Each node adds its own data once and every rank receives a copy of the root's sum, so all ranks
-end with the same bits.
+In step t a node of height h (its distance to its furthest leaf) sends chunk t-h to its parent, which adds it. A node
+receives the complete sum of a chunk after its parent has it. Each node adds its own data once and every rank receives a
+copy of the root's sum, so all ranks end with the same bits.
 
 The weakness of one tree: inner ranks send three times as much as leaves, and half of all ranks are leaves. The *double
-tree* gives half of the data to a second tree, in which no inner rank of the first tree is an inner rank again. A rank
-then sends at most twice the data, in a logarithmic number of steps. If the size is even, the second tree is the mirror
-image of the first. If it is odd, both trees are the tree of one rank more without place 0, whose only child becomes the
-root. Its inner ranks are odd; the second tree is shifted by one rank, so that its inner ranks are even, from 2 on.
+tree* gives half of the data to a second tree, in which the inner ranks of the first tree are leaves. A rank then sends
+at most twice the data, in a logarithmic number of steps. If the size is even, the second tree is the mirror image of
+the first. If the size is odd, take the tree of one rank more, remove its root (place 0), whose only child becomes the
+root, and number the places from 0 again. The inner ranks of this first tree are odd; the second tree is the first one
+shifted by one rank, so that its inner ranks are even, from 2 on.
 
     size 5, two trees         3             4            inner ranks 1 and 3, and 2 and 4
                             1   4         2   0
@@ -50,6 +51,10 @@ def at_least_one(size: int, chunks: int) -> int:
     return chunks
 
 
+def two_halves(size: int, chunks: int) -> int:
+    return 2 * at_least_one(size, chunks)
+
+
 def parents(size: int) -> Ints:
     """The parent of each rank; -1 for the root, rank 0."""
     rank = np.arange(size)
@@ -61,13 +66,13 @@ def parents(size: int) -> Ints:
 def _heights_and_depths(parent: Ints) -> tuple[Ints, Ints]:
     """(height, depth) of each rank: the distances to its furthest leaf and to the root."""
     depth, height = np.zeros_like(parent), np.zeros_like(parent)
-    below, above = np.arange(len(parent)), parent.copy()
-    for level in range(1, len(parent).bit_length() + 1):
-        climbing = above >= 0
-        below, above = below[climbing], above[climbing]
-        depth[below] += 1
-        np.maximum.at(height, above, level)
-        above = parent[above]
+    rank, ancestor = np.arange(len(parent)), parent.copy()
+    for distance in range(1, len(parent).bit_length() + 1):  # the ancestors at this distance
+        exists = ancestor >= 0
+        rank, ancestor = rank[exists], ancestor[exists]
+        depth[rank] += 1
+        np.maximum.at(height, ancestor, distance)
+        ancestor = parent[ancestor]
     return height, depth
 
 
@@ -77,6 +82,7 @@ def _pipeline(parent: Ints, first: int, chunks: int) -> Iterator[Step]:
     child = np.flatnonzero(parent >= 0)
     top = int(height.max(initial=0))
     for now in range(2 * top + chunks - 1 if top else 0):
+        # The chunk on each edge, from the child up and from the parent down; most edges have none in a step.
         up, down = now - height[child], now - top - depth[parent[child]]
         senders, receivers = child[(up >= 0) & (up < chunks)], child[(down >= 0) & (down < chunks)]
         yield Step.concat(
@@ -88,34 +94,38 @@ def _pipeline(parent: Ints, first: int, chunks: int) -> Iterator[Step]:
 
 
 def moves_by_level(size: int, reduce: bool) -> list[list[Move]]:
-    """For each level, from the leaves: the messages of children to parents, or of parents to children."""
+    """For each level, from the leaves: if ``reduce``, the messages of children to parents, else to children.
+
+    The children of a level are the ranks with the lowest set bit ``low``: low, 3 low, 5 low, ... Every second one has
+    its parent ``low`` to the right, the others to the left; so has the last one, if no rank is that far to its right.
+    """
     levels = []
     for step in range(ceil_log2(size)):
         low, last = 1 << step, size - (1 << step)
-        final = last - 1 - (last - 1 - low) % (4 * low) if last > low else low - 4 * low  # the last one sent right
-        beyond = final + 4 * low  # has no parent to its right
+        last_to_the_right = last - 1 - (last - 1 - low) % (4 * low) if last > low else low - 4 * low
+        odd_one = last_to_the_right + 4 * low
         level = [Move(low, last, low, 1, 4 * low), Move(3 * low, size, -low, 1, 4 * low)]
-        level += [Move(beyond, beyond + 1, -low)] if beyond < size else []
+        level += [Move(odd_one, odd_one + 1, -low)] if odd_one < size else []
         levels.append([replace(move, reduce=True) if reduce else move.backwards() for move in level])
     return levels
 
 
 def _double_tree_moves_by_level(size: int, reduce: bool) -> list[list[Move]]:
-    """The same for both trees of a double tree; odd sizes have the tree of one rank more, without its root."""
+    """:func:`moves_by_level` for both trees of a double tree."""
     if size % 2 == 0:
         return [[*level, *(move.mirrored(size) for move in level)] for level in moves_by_level(size, reduce)]
     levels = moves_by_level(size + 1, reduce=True)[:-1]
     both = []
     for level in levels:
-        one = [replace(move, first=move.first - 1, last=move.last - 1) for move in level]
-        two = [replace(move, last=min(move.last, size)) for move in level]  # its last place is rank 0, a leaf
-        both.append([move if reduce else move.backwards() for move in one + two])
+        first_tree = [replace(move, first=move.first - 1, last=move.last - 1) for move in level]
+        second_tree = [replace(move, last=min(move.last, size)) for move in level]  # without its last place: rank 0
+        both.append([move if reduce else move.backwards() for move in first_tree + second_tree])
     return both
 
 
 def _load(hosts: Hosts, chunks: int = CHUNKS, trees: int = 1) -> Iterator[Part]:
     size = hosts.size
-    sent = min(size - 1, 3) if trees == 1 else min(size, 4) * (size > 1)
+    sent = min(size - 1, 3) if trees == 1 else min(size, 4) * (size > 1)  # messages of the busiest rank for each chunk
     yield Busiest(sent * chunks, sent * chunks, min(size - 1, 2) * chunks)
     if size <= FEW_RANKS:
         yield from (tree if trees == 1 else double_tree)(size, chunks)
@@ -125,9 +135,9 @@ def _load(hosts: Hosts, chunks: int = CHUNKS, trees: int = 1) -> Iterator[Part]:
     )
     top = len(up)
     for now in range(2 * top + chunks - 1 if top else 0):
-        active = [move for at, level in enumerate(up) if 0 <= now - at < chunks for move in level]
-        active += [move for at, level in enumerate(reversed(down)) if 0 <= now - top - at < chunks for move in level]
-        # Of the two children of a parent, one is on each side.
+        active = [move for height, level in enumerate(up) if 0 <= now - height < chunks for move in level]
+        active += [m for depth, level in enumerate(reversed(down)) if 0 <= now - top - depth < chunks for m in level]
+        # A parent has one child on each side, so a rank sends and receives at most one message in each direction.
         to_the_right = [move for move in active if move.shift > 0]
         to_the_left = [move for move in active if move.shift < 0]
         yield Round(1, [to_the_right, to_the_left])
@@ -148,25 +158,25 @@ def tree(size: int, chunks: int = CHUNKS) -> Iterator[Step]:
 
 
 def _two_trees(size: int) -> tuple[Ints, Ints]:
-    """The parents in two trees that have no inner rank in common."""
+    """The parents of each rank in two trees that have no inner rank in common."""
     if size % 2:
-        one = parents(size + 1)[1:] - 1
-        return one, renumbered(one, (np.arange(size) + 1) % size)
-    one = parents(size)
-    return one, renumbered(one, size - 1 - np.arange(size))
+        first_tree = parents(size + 1)[1:] - 1
+        return first_tree, renumbered(first_tree, (np.arange(size) + 1) % size)
+    first_tree = parents(size)
+    return first_tree, renumbered(first_tree, size - 1 - np.arange(size))
 
 
 def renumbered(parent: Ints, rank_at: Ints) -> Ints:
     """The same tree with rank ``rank_at[p]`` in place p."""
-    moved = np.empty_like(parent)
-    moved[rank_at] = np.where(parent < 0, -1, rank_at[parent])
-    return moved
+    new_parent = np.empty_like(parent)
+    new_parent[rank_at] = np.where(parent < 0, -1, rank_at[parent])
+    return new_parent
 
 
 @algorithm(
     "all_reduce",
     name="double_tree",
-    chunks=lambda size, chunks: 2 * at_least_one(size, chunks),
+    chunks=two_halves,
     card=Card(
         "(2*h + k - 1)*min(n-1, 1)",
         "min(n, 4)/2*min(n-1, 1)",
@@ -177,6 +187,6 @@ def renumbered(parent: Ints, rank_at: Ints) -> Ints:
     ),
 )
 def double_tree(size: int, chunks: int = CHUNKS) -> Iterator[Step]:
-    one, two = _two_trees(size)
-    for steps in zip(_pipeline(one, 0, chunks), _pipeline(two, chunks, chunks), strict=True):
+    first_tree, second_tree = _two_trees(size)
+    for steps in zip(_pipeline(first_tree, 0, chunks), _pipeline(second_tree, chunks, chunks), strict=True):
         yield Step.concat(steps)
