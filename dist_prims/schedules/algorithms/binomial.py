@@ -107,7 +107,7 @@ def reduce(size: int, root: int = 0, radix: int = 2) -> Iterator[Step]:
 
 
 def _subtrees(size: int, distance: int, radix: int) -> tuple[Ints, Ints, Ints]:
-    """The places (parent, head, member) of the rows of a step: chunks travel between the head of a subtree and its parent.
+    """The places (parent, head, member) of the rows of a step; chunks go between the head of a subtree and its parent.
 
     The subtrees of the step have ``distance`` places; each member of a subtree is a row.
     """
