@@ -5,9 +5,9 @@
 - ``libdist_prims_mpich.so`` and ``libdist_prims_openmpi.so``: calls of MPI, resolved by the MPI that mpi4py has loaded.
 - ``torch2.13/_backend.*.so``: the adapter, a Python module between the core and the headers of one torch.
 
-``setup.py`` compiles those whose headers it finds. A process compiles what its package lacks when it first needs it,
-see ``native_libraries.py``. The module imports only the standard library, because ``setup.py`` loads it without the
-package.
+``setup.py`` compiles the libraries whose headers it finds. A process compiles a library that its package lacks when it
+first needs it, see ``native_libraries.py``. The module imports only the standard library, because ``setup.py`` loads it
+without the package.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ SANITIZERS = {
 
 # Without contraction a * b + c rounds twice on every processor: the same bits everywhere.
 _COMMON = ["-std=c++20", "-fPIC", "-DNDEBUG", "-ffp-contract=off", "-fno-math-errno", "-Wall"]
-# By name, because some compilers are set up to link libstdc++ statically: a process had a second one beside torch's,
-# and crashed at the first number that a stream wrote.
+# Named, because some compilers are set up to link libstdc++ statically: a process then had a second libstdc++ beside
+# torch's, and crashed at the first number that a stream wrote.
 _LIBSTDCXX = "-lstdc++"
 # The core exports its symbols; calls within it are bound at link time and may be inlined.
 _EXPORTS = ["-fno-semantic-interposition", "-fvisibility-inlines-hidden"]
@@ -98,9 +98,9 @@ def mpi_file(family: str) -> str:
 
 
 def adapter(csrc: Path, torch: Path, python: Python | None = None) -> Library:
-    """The adapter for the torch whose package is in the folder ``torch``; neither imported nor run.
+    """The adapter for the torch whose package is in the folder ``torch``. That torch is not imported.
 
-    ``python``: the interpreter that will load it, by default this one.
+    ``python``: the interpreter that will load the adapter, by default the running one.
     """
     python = python or Python()
     include = torch / "include"
@@ -117,14 +117,14 @@ def adapter(csrc: Path, torch: Path, python: Python | None = None) -> Library:
 
 @dataclass(frozen=True)
 class Python:
-    """What an extension needs to know of an interpreter: the folder of its headers, and how names of files end."""
+    """A Python interpreter for which an extension is compiled: the folder of its headers, the suffix of extensions."""
 
     include: str = sysconfig.get_path("include")
     suffix: str = sysconfig.get_config_var("EXT_SUFFIX")
 
     @classmethod
     def of(cls, executable: str) -> Python:
-        """Ask another interpreter."""
+        """Ask the interpreter ``executable``."""
         question = "import sysconfig as s; print(s.get_path('include'), s.get_config_var('EXT_SUFFIX'), sep='\\n')"
         reply = subprocess.run([executable, "-c", question], capture_output=True, text=True, check=True, timeout=60)
         return cls(*reply.stdout.split("\n")[:2])
@@ -135,7 +135,7 @@ def adapter_file(python: Python | None = None) -> str:
 
 
 def ucx_headers() -> list[str] | None:
-    """The folders of the headers of UCX, none if the compiler finds them by itself; None if there are no headers."""
+    """The folders of the headers of UCX, empty if the compiler finds them by itself; None if there are no headers."""
     package = importlib.util.find_spec("libucx")
     locations = (package and package.submodule_search_locations) or []
     for prefix in filter(None, [os.environ.get("DIST_PRIMS_UCX"), *locations]):
@@ -209,35 +209,43 @@ def compiler_problem() -> str:
 
 
 def build(libraries: Sequence[Library], into: Path, objects: Path, *, sanitizer: str = "", report: bool = True) -> None:
-    """Compile the libraries into the folder ``into``. All but the core are linked to the core that is there.
+    """Compile libraries.
 
-    Objects are kept in the folder ``objects``, and compiled again if a source, a header or the flags have changed.
-    ``report``: print the commands' warnings.
+    Args:
+        libraries: what to compile.
+        into: the folder of the results. Libraries other than the core are linked to the core in this folder.
+        objects: the folder that keeps objects; one is compiled again if a source, a header or the flags have changed.
+        sanitizer: a key of ``SANITIZERS``, or empty.
+        report: print the commands' warnings.
     """
     into.mkdir(parents=True, exist_ok=True)
     instrument = ["-O1", "-g1", "-fno-omit-frame-pointer", *SANITIZERS[sanitizer]] if sanitizer else []
     common = [*shlex.split(compiler()), *_COMMON, *(instrument or ["-O3", "-g0"])]
+    # 1. The objects of each library, and the commands for those that are missing or out of date.
     jobs: list[tuple[list[str], Path]] = []  # a command without its output, and the object
-    linked: list[tuple[Library, list[Path]]] = []
+    objects_of: list[tuple[Library, list[Path]]] = []
     for library in libraries:
-        found = []
+        files = []
         for source in library.sources:
             command = [*common, *library.compile_flags, "-c", str(source)]
             digest = hashlib.sha256(shlex.join(command).encode()).hexdigest()[:8]
-            found.append(objects / library.file / f"{source.stem}-{digest}.o")
-            if _is_older(found[-1], source):
-                jobs.append((command, found[-1]))
-        linked.append((library, found))
-    jobs.sort(key=lambda job: "adapter.cpp" not in job[0][-1])  # the longest first
+            files.append(objects / library.file / f"{source.stem}-{digest}.o")
+            if _is_older(files[-1], source):
+                jobs.append((command, files[-1]))
+        objects_of.append((library, files))
+    # 2. Compile in parallel, the longest job first.
+    jobs.sort(key=lambda job: "adapter.cpp" not in job[0][-1])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for each in [pool.submit(_run, command, file, report) for command, file in jobs]:
-            each.result()
-    for library, found in linked:
-        link = [*shlex.split(compiler()), "-shared", *instrument, *map(str, found)]
+        for compilation in [pool.submit(_run, command, file, report) for command, file in jobs]:
+            compilation.result()
+    # 3. Link, in the given order: the core first.
+    for library, files in objects_of:
+        link = [*shlex.split(compiler()), "-shared", *instrument, *map(str, files)]
         _run([*link, f"-L{into}", *library.link_flags, _LIBSTDCXX], into / library.file, report)
 
 
 def _core_beside(folder: str) -> tuple[str, ...]:
+    """Link to the core, which the loader then finds in ``folder``; ``$ORIGIN`` is the folder of the library itself."""
     return "-ldist_prims_core", f"-Wl,-rpath,{folder}"
 
 
@@ -247,7 +255,8 @@ def _is_older(file: Path, source: Path) -> bool:
         return True
     csrc = next(folder for folder in source.parents if folder.name == "csrc")
     patterns = ["*.h", "*.cpp"] if source.name == "adapter.cpp" else ["*.h"]
-    return any(each.stat().st_mtime > file.stat().st_mtime for p in patterns for each in [source, *csrc.rglob(p)])
+    inputs = [source, *(path for pattern in patterns for path in csrc.rglob(pattern))]
+    return any(path.stat().st_mtime > file.stat().st_mtime for path in inputs)
 
 
 def _run(command: list[str], file: Path, report: bool) -> None:

@@ -2,9 +2,9 @@
 
 mpi4py has loaded and initialised an MPI library in the process. The transport must use the same library: two MPIs in
 one process would not know about each other. The calls of MPI are therefore in a library of this package that is linked
-to no MPI, and its symbols are resolved when it is loaded, by the library on which mpi4py's own module depends. There is
-one for each ABI of MPI handles: MPICH's, which Intel MPI and MVAPICH share, and Open MPI's. ``setup.py`` builds those
-for which it finds an ``mpicc``; another is compiled at first use.
+to no MPI, and its symbols are resolved when it is loaded, by the MPI on which mpi4py's own module depends. There is one
+such library for each *family*, the MPIs of one ABI of handles: MPICH with Intel MPI and MVAPICH, and Open MPI.
+``setup.py`` builds the libraries for which it finds an ``mpicc``; another is compiled at first use.
 """
 
 import atexit
@@ -30,7 +30,10 @@ _FAMILIES = {"Open MPI": "openmpi", "MPICH": "mpich", "Intel(R) MPI": "mpich", "
 
 
 def make(ranks: Sequence[int], timeout: timedelta) -> Any:
-    """Create the transport of a group of these ranks of MPI.COMM_WORLD, in their order. Each of them must call this."""
+    """Create the transport of a group of these ranks of MPI.COMM_WORLD, in their order. All of them must call this.
+
+    ``timeout`` limits the wait for the other ranks.
+    """
     if reason := unusable_reason():
         raise RuntimeError(f"no group over MPI: {reason}")
     MPI = _mpi4py()

@@ -1,11 +1,11 @@
 """The native libraries of this process: of the package, or compiled at first use.
 
-A library is in one of three places, and is looked for in this order:
+A library is looked for in this order:
 
 1. in the package, where ``pip`` or a wheel has put it;
 2. in the cache, compiled earlier from exactly these sources;
-3. nowhere: it is compiled into the cache, which needs a C++20 compiler. One process of the user on this machine
-   compiles, the others wait.
+3. if neither has it, it is compiled into the cache, which needs a C++20 compiler. One process of the user on this
+   machine compiles, the others wait.
 
 Wheels have all libraries. A build from source has those whose headers it has seen: pip's isolated build sees no torch,
 and none is built where no compiler is.
@@ -43,7 +43,7 @@ class NativeLibrary:
         title: how messages name it.
         file: its path below the folder of libraries of the package.
         make: returns what to compile, for the folder of the sources; raises ImportError if headers are missing.
-        key: what a compiled file depends on, besides the sources and the machine.
+        key: what a compiled file depends on, besides the sources and the type of processor.
         alternative: what the user can do without a compiler, for the remedy of an error.
     """
 
@@ -75,7 +75,7 @@ class NativeLibrary:
         return self.in_package if self.in_package.exists() else self.compiled("the package has none")
 
     def compiled(self, problem: str) -> Path:
-        """The file in the cache. ``problem``: why the package's is not used."""
+        """The file in the cache, compiled now if need be. ``problem``: why the package's file is not used."""
         file = self.in_cache
         if not file.exists():
             self._compile(file, problem)
@@ -91,6 +91,8 @@ class NativeLibrary:
         return f"none can be compiled: {missing}" if missing else "the first use compiles one, in about a minute"
 
     def _compile(self, file: Path, problem: str) -> None:
+        """Compile into ``file``, unless another process does so meanwhile; ImportError with title and remedy."""
+        # 1. What compilation needs: Linux, the sources, a folder that can be written.
         lack = f"{self.title}: {problem}"
         if sys.platform != "linux":
             raise ImportError(f"{lack}, and native libraries exist for Linux only; schedules work everywhere")
@@ -105,6 +107,7 @@ class NativeLibrary:
             raise ImportError(
                 f"{lack}, and a compiled one cannot be kept: {error}; set XDG_CACHE_HOME to a folder that is writable"
             ) from None
+        # 2. One process compiles, if it has a compiler.
         with _alone(file.parent):
             if file.exists():  # another process has compiled it
                 return
@@ -117,6 +120,7 @@ class NativeLibrary:
             self._compile_alone(file, lack)
 
     def _compile_alone(self, file: Path, lack: str) -> None:
+        """Compile into ``file``, linked to the core; ``lack`` says why the library is compiled."""
         library = self.make(sources())
         folder = file.parent if self.file == CORE else core().path().parent
         print(f"dist_prims: compiling {lack}; about a minute, once", file=sys.stderr, flush=True)

@@ -22,8 +22,8 @@ PINNABLE = tuple(collective for collective in COLLECTIVES if collective not in (
 _OTHERS = ("slot_bytes", "one_shot_bytes", "transport")
 _SLOT_BYTES = 1 << 20  # the default size of a slot in shared memory
 _MOST_BYTES = 1 << 40
-# By the name of a group. The group keeps its options, so a process that makes groups over and over keeps none of a
-# group that has ended, unless the program keeps them itself.
+# By the name of a group. A group keeps its options alive, so the options of a group that has ended do not stay here,
+# unless the program keeps them itself.
 _options: WeakValueDictionary[str, BackendOptions] = WeakValueDictionary()
 
 
@@ -63,10 +63,8 @@ class BackendOptions:
                 raise TypeError(f"BackendOptions: {nearest('option', collective, (*PINNABLE, *_OTHERS))}")
             parse_ranges(text, collective, f"BackendOptions({collective}=...)")
         self.algorithms: Mapping[str, str] = MappingProxyType(algorithms)
-        self.slot_bytes = slot_bytes if slot_bytes is None else _checked_bytes("slot_bytes", slot_bytes, 1)
-        self.one_shot_bytes = (
-            one_shot_bytes if one_shot_bytes is None else _checked_bytes("one_shot_bytes", one_shot_bytes, 0)
-        )
+        self.slot_bytes = None if slot_bytes is None else _checked_bytes("slot_bytes", slot_bytes, 1)
+        self.one_shot_bytes = None if one_shot_bytes is None else _checked_bytes("one_shot_bytes", one_shot_bytes, 0)
         self.transport = transport
 
     @property

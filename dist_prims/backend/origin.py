@@ -9,7 +9,8 @@
 | grown        | ``grow`` of the running ranks, and ``join`` of the new ones            |
 | reconfigured | torch's ``reconfigure``: the program has chosen any processes          |
 
-What an origin implies also holds for the groups that are made from the group, except for the comparison of ranks.
+A group has *traits*: what its origin implies (``IMPLIED``), and what it inherits from the groups it is made from, which
+is every trait but LISTED.
 """
 
 from __future__ import annotations
@@ -70,28 +71,24 @@ class Repairs:
 
 @dataclass(frozen=True, eq=False)
 class GroupRequest:
-    """The parameters of a group on one of its ranks.
+    """The parameters of a group on one of its ranks."""
 
-    ``ranks`` are the global ranks; empty for a default group, and if they are unknown. ``inherited``: the traits of the
-    groups that this group is made from, and those that depend on more than its origin.
-    """
-
-    store: Any
+    store: Any  # in which the ranks meet
     name: str
-    rank: int
+    rank: int  # this rank in the group
     size: int
-    timeout: timedelta
-    ranks: Sequence[int]
+    timeout: timedelta  # of collectives, and of the creation of the group
+    ranks: Sequence[int]  # the global ranks; empty for a default group, and if they are unknown
     given: BackendOptions | None  # the options of the caller
     origin: Origin
     repairs: Repairs
-    inherited: Trait = Trait.NONE
-    # A group that is made late replaces no newer one.
+    inherited: Trait = Trait.NONE  # from the groups that this group is made from, and what does not follow from origin
+    # The number of the request in this process: of two groups of one name the later request counts.
     order: int = field(init=False, default_factory=itertools.count(1).__next__)
 
     @property
     def all_ranks(self) -> list[int]:
-        """The global ranks; the ranks of the group where these are unknown."""
+        """The global ranks; if they are unknown, the ranks within the group."""
         return [*self.ranks] or list(range(self.size))
 
     @property
@@ -100,7 +97,7 @@ class GroupRequest:
 
     @property
     def heritage(self) -> Trait:
-        """The traits that the groups inherit that are made from this one."""
+        """The traits that groups which are made from this one inherit."""
         return self.traits & ~Trait.LISTED
 
     @property

@@ -19,16 +19,21 @@ __all__: list[str] = []
 
 TRANSPORTS = ("", "tcp", "mpi", "ucx")
 CHOICES = "'tcp', 'ucx' or 'mpi'"
-_TITLES = {"mpi": "MPI", "ucx": "UCX"}  # of those that a rank may be unable to use
+_TITLES = {"mpi": "MPI", "ucx": "UCX"}  # the transports that a rank may be unable to use
 
 
 def select(store: Any, rank: int, ranks: Sequence[int], requested: str) -> str:
-    """Return the transport for a group of these ranks: "tcp", "ucx" or "mpi". Every rank calls this, with its store.
+    """Return the transport of a group, the same on every rank: "tcp", "ucx" or "mpi". Every rank calls this.
 
-    ``requested`` is the transport that the user requests, or an empty string; rank 0's request applies. A requested
-    transport that a rank cannot use is an error on all ranks. Without a request, TCP replaces it, with a warning on
-    rank 0.
+    Args:
+        store: the store of the group.
+        rank: this rank.
+        ranks: the ranks of the group as global ranks.
+        requested: the transport that the user requests, or an empty string; the request of rank 0 applies. If a rank
+            cannot use it, all ranks raise RuntimeError. Without a request, TCP replaces a transport that a rank cannot
+            use, with a warning on rank 0.
     """
+    # 1. Rank 0 proposes. 2. Every rank publishes why it cannot use the proposal. 3. Rank 0 decides.
     size = len(ranks)
     proposed = from_rank_0(store, rank, size, "transport proposed", lambda: _propose(ranks, requested))
     if proposed not in _TITLES:
@@ -65,22 +70,18 @@ def _reasons(store: Any, rank: int, size: int) -> Mapping[int, str]:
     Only rank 0 uses them. The others wait for them too, so that each names a rank that is missing, and not rank 0.
     """
     answers = enumerate(values_of_ranks(store, rank, "transport", size))
-    return {each: answer for each, answer in answers if answer}
+    return {answering: reason for answering, reason in answers if reason}
 
 
 def _decide(proposed: str, reasons: Mapping[int, str], is_requested: bool) -> str:
     if not reasons:
         return proposed
-    reason = _first_reason(_TITLES[proposed], reasons)
+    rank, first_reason = next(iter(reasons.items()))  # the other ranks usually have the same
+    count = f", first of {len(reasons)} ranks" if len(reasons) > 1 else ""
+    title = _TITLES[proposed]
+    reason = f"{title} cannot be the transport between the hosts of this group (rank {rank}{count}: {first_reason})"
     if is_requested:
         raise RuntimeError(f"{reason}; to use TCP instead: DIST_PRIMS_TRANSPORT=tcp")
     remedy = "set DIST_PRIMS_TRANSPORT=tcp to use TCP without this warning"
     warnings.warn(f"{reason}; using TCP instead; {remedy}", stacklevel=4)
     return "tcp"
-
-
-def _first_reason(title: str, reasons: Mapping[int, str]) -> str:
-    """Return the reason of the first rank: the others usually have the same."""
-    rank, reason = next(iter(reasons.items()))
-    count = f", first of {len(reasons)} ranks" if len(reasons) > 1 else ""
-    return f"{title} cannot be the transport between the hosts of this group (rank {rank}{count}: {reason})"

@@ -46,9 +46,9 @@ def machine() -> str:
 def _processor() -> str:
     """Return the model of the processor, or the numbers of implementer and part that the kernel reports on Arm."""
     lines = (line.partition(":") for line in _read(Path("/proc/cpuinfo")).splitlines())
-    found = {key.strip(): " ".join(value.split()) for key, _, value in lines}
-    model = found.get("model name") or found.get("cpu")  # the latter on POWER
-    parts = [found[key] for key in ("CPU implementer", "CPU part", "CPU variant") if key in found]
+    values = {key.strip(): " ".join(value.split()) for key, _, value in lines}
+    model = values.get("model name") or values.get("cpu")  # the latter on POWER
+    parts = [values[key] for key in ("CPU implementer", "CPU part", "CPU variant") if key in values]
     return model or " ".join([platform.machine(), *parts])
 
 
@@ -89,21 +89,23 @@ class MeasurementFile:
 
         A file of an older version does not contain the type of machine, and is valid if the variable names it.
         """
+        # 1. Read the file.
         path = self.file()
         here = f"{socket.gethostname()} ({machine()}); measure here with: {self.command}"
         try:
-            found = json.loads(path.read_text()) if path else None
+            content = json.loads(path.read_text()) if path else None
         except OSError as error:
-            found = None
+            content = None
             if os.environ.get(self.variable):
                 _warn(warn, f"{self.variable}={path} is ignored: {error.strerror}; measure with: {self.command}")
         except ValueError as error:
             _warn(warn, f"{path} is ignored: it is not JSON ({error}); measure with: {self.command}")
             return None
-        if isinstance(found, dict) and found.get("machine", machine()) == machine():
-            return found
-        if isinstance(found, dict):
-            where = f"{found.get('host')} ({found['machine']})"
+        # 2. Use it, or say why not.
+        if isinstance(content, dict) and content.get("machine", machine()) == machine():
+            return content
+        if isinstance(content, dict):
+            where = f"{content.get('host')} ({content['machine']})"
             _warn(warn, f"{path} is ignored: it was measured on {where}, and this is {here}")
         elif path and self.variable not in os.environ and (others := self._others(path.parent)):
             reason = "measured on another type of machine, or by a version that did not record the type"
@@ -111,10 +113,10 @@ class MeasurementFile:
         return None
 
     def _others(self, folder: Path) -> list[Path]:
-        """Return the user's files of this kind, for the message; none if the folder cannot be read."""
+        """Return the files of this kind in the user's folder, for the message; none if it cannot be read."""
         try:
             return sorted(folder.glob(f"{self.stem}*.json"))
-        except OSError:  # for example no descriptor is left, which the making of the group then says on all ranks
+        except OSError:  # no descriptor is left, for example: then the creation of the group fails, on all ranks
             return []
 
     def check_writable(self, path: Path | None = None) -> None:
@@ -130,14 +132,14 @@ class MeasurementFile:
         except OSError as error:
             raise OSError(f"the measurements cannot be written to {path}: {error}; {remedy}") from error
 
-    def write(self, found: Mapping[str, Any], path: Path | None = None) -> Path:
-        """Write the measurements with type of machine, host and date. Return the file."""
+    def write(self, measurements: Mapping[str, Any], path: Path | None = None) -> Path:
+        """Write measurements with type of machine, host and date. Return the file."""
         self.check_writable(path)
         path = path or self.file()
         assert path
         where = {"machine": machine(), "host": socket.gethostname(), "date": time.strftime("%Y-%m-%d")}
         new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")  # unique, because two processes may write at once
-        new.write_text(json.dumps({**where, **found}, indent=1))
+        new.write_text(json.dumps({**where, **measurements}, indent=1))
         new.replace(path)  # atomic: a reader sees the old file or the new one
         return path
 

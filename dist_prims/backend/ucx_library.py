@@ -2,10 +2,10 @@
 
 UCX is never required. ``libdist_prims_ucx.so`` is linked to no UCX; this module finds a libucp, in this order:
 
-- one that the process has loaded already: two of them would share a libucs;
-- in the folder ``DIST_PRIMS_UCX``;
-- in the package ``libucx-cu12`` or ``libucx-cu13``, which needs no CUDA;
-- of the system, such as Debian's ``libucx0``.
+- a libucp that the process has loaded already: two of them would share a libucs;
+- the one in the folder ``DIST_PRIMS_UCX``;
+- the one in the package ``libucx-cu12`` or ``libucx-cu13``, which needs no CUDA;
+- the one of the system, such as Debian's ``libucx0``.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _SETTINGS = {
 _LONGEST_TURN = 10.0  # seconds that a rank waits while other ranks of its host make their workers
 _ACTIVE = "ACTIVE"  # the state of a port in /sys/class/infiniband
 
-_process: int | None = None  # that has made a worker
+_process: int | None = None  # the id of the process that has made a worker
 
 
 def unusable_reason() -> str:
@@ -113,33 +113,34 @@ def make(store: Any, rank: int, size: int, address: str) -> Any:
 
 
 def settings(environment: Mapping[str, str], address: str) -> dict[str, str]:
-    """Return the settings of a worker, without those that the environment has: ``UCX_TLS`` and so on.
+    """Return the settings of a worker; a setting that the environment has, such as ``UCX_TLS``, is left out.
 
-    ``address``: at which this rank listens for TCP.
+    ``address``: the address at which this rank listens for TCP.
 
     >>> settings({"UCX_TLS": "tcp", "UCX_NET_DEVICES": "eth0,eth1"}, "10.0.0.1")
     {'KEEPALIVE_INTERVAL': 'inf', 'TCP_KEEPIDLE': 'inf', 'TCP_CONN_NB': 'y', 'TCP_RX_SEG_SIZE': '256K'}
     """
-    found = dict(_SETTINGS)
+    own = dict(_SETTINGS)
     if "UCX_NET_DEVICES" not in environment and (devices := network_devices(address)):
-        found["NET_DEVICES"] = ",".join(devices)
+        own["NET_DEVICES"] = ",".join(devices)
     if family_of(address) == "IPv6":
-        found["TCP_AF_PRIO"] = "inet6,inet"
+        own["TCP_AF_PRIO"] = "inet6,inet"
     if environment.get(PORTS):
-        found["TCP_PORT_RANGE"] = environment[PORTS]
-    return {name: value for name, value in found.items() if f"UCX_{name}" not in environment}
+        own["TCP_PORT_RANGE"] = environment[PORTS]
+    return {name: value for name, value in own.items() if f"UCX_{name}" not in environment}
 
 
 @contextlib.contextmanager
 def _free_ports(address: str) -> Iterator[None]:
-    """Raise OSError if the ports of ``DIST_PRIMS_PORTS`` do not suffice for a worker.
+    """Context in which a worker is made; OSError if the ports of ``DIST_PRIMS_PORTS`` do not suffice for it.
 
-    Inside this context the other ranks of this host wait for their turn, for ``_LONGEST_TURN`` at most. UCX tries the
-    ports of its range in random order and without end. It does not reuse the ports of connections that were closed less
-    than a minute ago.
+    UCX would try the ports of its range in random order and without end. It does not reuse the ports of connections
+    that were closed less than a minute ago.
     """
+    # 1. The ranks of this host take turns, so that no port is taken between the check and the worker. The turn is a
+    # socket of an abstract address, which has the network namespace of the ports. No rank waits longer than a turn.
     family = socket.AF_INET6 if family_of(address) == "IPv6" else socket.AF_INET
-    with socket.socket(socket.AF_UNIX) as turn:  # its abstract address has the network namespace of the ports
+    with socket.socket(socket.AF_UNIX) as turn:
         deadline = time.monotonic() + _LONGEST_TURN
         while time.monotonic() < deadline:
             try:
@@ -147,18 +148,19 @@ def _free_ports(address: str) -> Iterator[None]:
                 break
             except OSError:
                 time.sleep(0.002)
+        # 2. Are as many ports free as the worker will listen at?
         with contextlib.ExitStack() as opened:
-            for _ in range(max(1, len(_interfaces()))):  # a worker listens at each
+            for _ in range(max(1, len(_interfaces()))):  # a worker listens at each interface
                 probe = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
                 at_free_port(lambda port, probe=probe: probe.bind((address, port)))  # type: ignore[misc]
-        yield
+        yield  # 3. UCX makes the worker
 
 
 def network_devices(address: str) -> list[str]:
     """Return the devices that UCX uses: the interfaces of ``GLOO_SOCKET_IFNAME``, and all active ports for RDMA.
 
-    Without that variable it is the interface with the ``address`` at which this rank listens for TCP. UCX would
-    otherwise try all of them, also bridges of containers, which have the same addresses on all hosts.
+    Without that variable it is the interface with the ``address`` at which this rank listens for TCP. UCX by itself
+    would try all interfaces, also bridges of containers, which have the same addresses on all hosts.
     """
     own = interface_of(address)
     return [*(_interfaces() or ([own] if own else [])), *_rdma_ports()]
@@ -202,7 +204,7 @@ def _library() -> Any:
 
 
 def _find() -> str:
-    """Return the libucp to load, by name or path. The libraries on which it depends are loaded."""
+    """Return the libucp to load, by name or path. If it is a path, load the libraries on which it depends."""
     with contextlib.suppress(OSError):
         ctypes.CDLL(_LIBUCP, os.RTLD_NOLOAD | os.RTLD_NOW)
         return _LIBUCP
@@ -216,7 +218,7 @@ def _find() -> str:
 
 def _folders() -> Iterator[Path]:
     if named := os.environ.get("DIST_PRIMS_UCX"):
-        if not Path(named, "lib", _LIBUCP).exists():  # another UCX would be used without a word
+        if not Path(named, "lib", _LIBUCP).exists():  # else another UCX would be used in its place
             raise OSError(f"DIST_PRIMS_UCX={named} has no lib/{_LIBUCP}")
         yield Path(named, "lib")
     package = importlib.util.find_spec("libucx")  # the function does not import it
@@ -226,7 +228,7 @@ def _folders() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Context in which the environment has these variables, where it does not set them itself."""
+    """Context in which the environment has these variables too; it keeps the variables that it has already."""
     added = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(added)
     try:
