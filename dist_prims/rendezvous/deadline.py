@@ -29,22 +29,22 @@ def until(done: Callable[[], object], deadline: float, awaited: str) -> None:
 def call_in_thread(
     call: Callable[[], T], seconds: float, discard: Callable[[T], object], check: Callable[[], object] = lambda: None
 ) -> T:
-    """Call on a thread of its own, and return the result; after so many seconds raise a TimeoutError.
+    """Call ``call`` on a thread of its own, and return its result or raise its error; TimeoutError after ``seconds``.
 
-    The call then continues, and its result is given to ``discard``. This thread handles signals meanwhile, and calls
-    ``check`` at intervals, which may raise as well.
+    The calling thread waits meanwhile. It handles signals, and calls ``check`` at intervals, which may raise as well.
+    After a TimeoutError the call continues, and its result is passed to ``discard``.
 
     >>> call_in_thread(lambda: 1 + 1, 10, discard=print)
     2
     """
     results: list[T] = []
     failures: list[BaseException] = []
-    guard, is_late = threading.Lock(), False
+    guard, is_late = threading.Lock(), False  # the lock decides which side has the result
 
     def run() -> None:
         try:
             result = call()
-        except BaseException as error:  # raised by the caller of this function
+        except BaseException as error:  # raised below, on the calling thread
             failures.append(error)
             return
         with guard:

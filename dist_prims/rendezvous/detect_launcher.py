@@ -70,8 +70,8 @@ def detect(environ: Mapping[str, str] = os.environ) -> Launcher:
     'python'
     """
     for known in _KNOWN:
-        if found := _find(known, environ):
-            return found
+        if launcher := _find(known, environ):
+            return launcher
     _refuse_several_ranks(environ)
     return Launcher("python", rank=0, size=1)
 
@@ -79,13 +79,14 @@ def detect(environ: Mapping[str, str] = os.environ) -> Launcher:
 def from_url(
     url: str, rank: int | None = None, size: int | None = None, environ: Mapping[str, str] = os.environ
 ) -> Launcher:
-    """Return the rendezvous at a URL. Rank and size that the caller does not give come from the launcher."""
+    """Return a Launcher whose ranks meet at a URL. Rank and size that the caller omits come from the launcher."""
     if url == "env://":
         if missing := [name for name in _ENV if name not in environ]:
             raise ValueError(f"init: init_method='env://' needs {', '.join(missing)} in the environment")
-        found = _find(_BY_ADDRESS, environ)
-        assert found
-        return replace(found, rank=found.rank if rank is None else rank, size=found.size if size is None else size)
+        launcher = _find(_BY_ADDRESS, environ)
+        assert launcher
+        rank, size = launcher.rank if rank is None else rank, launcher.size if size is None else size
+        return replace(launcher, rank=rank, size=size)
     if not _is_rendezvous(url):
         raise ValueError(
             f"init: init_method={url!r}; give 'env://', 'tcp://host:port' or 'file:///absolute/path'; an IPv6 address "
@@ -93,22 +94,22 @@ def from_url(
         )
     if rank is not None and size is not None:
         return Launcher("init_method", rank, size, (f"init_method={url}",), url)
-    found = detect(environ)
-    size = found.size if size is None else size
-    if found.name == "python" or size is None:
+    launcher = detect(environ)
+    size = launcher.size if size is None else size
+    if launcher.name == "python" or size is None:
         raise ValueError(f"init: init_method={url!r} needs rank= and world_size=: no launcher has set them")
-    return replace(found, rank=found.rank if rank is None else rank, size=size, url=url, medium="")
+    return replace(launcher, rank=launcher.rank if rank is None else rank, size=size, url=url, medium="")
 
 
 _ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class _Known(NamedTuple):
-    """A launcher: the variable with the rank, the variable with the size, if there is one, and others that are set."""
+    """A launcher that is recognised if all these environment variables are set."""
 
     name: str
-    rank: str
-    size: str | None
+    rank: str  # the variable with the rank
+    size: str | None  # the variable with the number of ranks, if there is one
     others: tuple[str, ...] = ()
     medium: str = "MPI"  # empty for a launcher with a URL
 
@@ -204,6 +205,7 @@ _RANKS += ["MV2_COMM_WORLD_RANK", "MVP_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK", "
 
 
 def _refuse_several_ranks(environ: Mapping[str, str]) -> None:
+    """Raise ValueError if variables indicate several ranks, although no launcher was recognised."""
     if "WORLD_SIZE" in environ and _number(environ, "WORLD_SIZE") > 1:
         missing = ", ".join(name for name in _ENV if name not in environ)
         raise ValueError(

@@ -16,8 +16,8 @@ __all__: list[str] = []
 def secret_of_group(store: Any, has_several_launchers: bool) -> Secret | None:
     """The secret of a group whose ranks share ``store``; None: they are not authenticated.
 
-    It is the secret of the ranks which the launcher started, if they met by its rendezvous. Where several launchers
-    have started the ranks, some of them do not know that secret.
+    If a launcher has started all ranks, and they met by its rendezvous, it is the secret of that rendezvous. Where
+    several launchers have started the ranks, some of them do not know that secret.
     """
     secret = None if has_several_launchers else remembered()
     return secret or choose(address_of_store(store))

@@ -1,20 +1,20 @@
-"""Handshake of the ranks in a store: they agree on the ranks of *this* attempt, and that all know the secret.
+"""Handshake of the ranks in a store: they agree on the ranks of *this* attempt to meet, and that all know the secret.
 
 A store outlives the ranks that use it. torchrun keeps one for all attempts of a job, and a file stays after a crash;
 gloo would then read the addresses of dead processes and fail to connect. Neither a restart count (it does not change
 when hosts are added or removed) nor a key that was written earlier is reliable evidence of the current attempt. And
 every process that can connect to the store can write to it.
 
-1. Each rank but 0 writes a random token under its rank.
-2. Rank 0 answers *that token* with a random name for this attempt, and again when a token changes.
+1. Each rank but 0 writes a *hello* under its rank: a random token, its host and the version of its library.
+2. Rank 0 answers *that token* with a *welcome*: a random name for this attempt. It answers again when a token changes.
 3. Each rank acknowledges the name. When all have, rank 0 publishes the hosts of all ranks, and the first version of the
    library that differs from its own: then every rank raises, because the ranks would misread each other's messages.
 4. Each rank deletes its own keys and the answer to it, which no rank reads any more. The hosts stay until the ranks
    have met by other means: ``backend/create.py`` deletes them.
 
-If the ranks have a secret, each of these texts carries a code that only the secret can make, over the rank, the token,
-the name, the group and what the text is for. Each attempt has new tokens and a new name, so a text of an earlier
-attempt has no effect, and neither has one of another group of the job.
+If the ranks have a secret, each of these texts is *signed*: it ends in a code that only the secret can make, over the
+rank, the token, the name, the group and what the text is for. Each attempt has new tokens and a new name, so a text of
+an earlier attempt has no effect, and neither has a text of another group of the job.
 
 Rank 0 ignores a hello without the right code, with a warning and a note that the writer of the hello can read;
 other ranks ignore an answer without the right code. So another process can neither take the place of a rank nor end the
@@ -33,6 +33,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib import import_module
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -43,13 +44,13 @@ from .secret import REMEDY, Secret
 
 __all__: list[str] = []
 
-# To be raised by each change of what ranks send to each other: the descriptions of calls (csrc/common/types.h,
+# Each change of what ranks send to each other raises this number: the descriptions of calls (csrc/common/types.h,
 # collectives/call_agreement.py, agreement.py), other messages, and the shared memory of a host.
 PROTOCOL = 4
 EARLIER_VERSION = "an earlier version"  # before protocol 1: it sends no version
 HOSTS = "hosts"  # the key of the hosts of all ranks, below the name of the attempt
 _SECONDS_TO_READ = 1.0  # for a rank that is refused, before the store ends with rank 0
-_LONGEST = 1 << 20  # bytes: the hosts of some 20,000 ranks
+_LONGEST = 1 << 20  # bytes of a text: the hosts of some 20,000 ranks
 _TOKEN = re.compile("[0-9a-f]{16}")
 _REASONS = {
     "missing": "rank 0 has a secret, and this rank has none",
@@ -67,13 +68,18 @@ def handshake(
     group: str,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[str, list[str]]:
-    """Do the handshake. Return the name of this attempt and the hosts of its ranks.
+    """Do the handshake. Return the name of this attempt and the host of each rank.
 
-    RuntimeError on every rank if two ranks have unlike versions of the library; a rank whose version is before protocol
-    1 waits until the deadline.
+    Every rank calls this. TimeoutError names the ranks that are missing. RuntimeError on every rank if two ranks have
+    different versions of the library; a rank whose version is before protocol 1 waits until the deadline.
 
-    ``group`` is a name that all ranks of the group know, and by which it differs from the other groups of the job.
-    The wait calls ``check`` at intervals, and passes on the exceptions that ``check`` raises.
+    Args:
+        store: in which the ranks meet; other ranks and earlier attempts may have left keys there.
+        rank, size: this rank, and the number of ranks.
+        deadline: on the clock of time.monotonic().
+        secret: of the ranks; None if they are not authenticated.
+        group: a name that all ranks of the group know, and by which it differs from the other groups of the job.
+        check: called at intervals during the wait, which passes on its exceptions.
     """
     secret = secret.of_group(group) if secret else None
     participant = _Rank0(store, size, secret) if rank == 0 else _OtherRank(store, rank, size, secret)
@@ -87,13 +93,13 @@ def handshake(
 
 
 def version() -> str:
-    """The version of the library, in which all ranks of a group must be alike."""
+    """The version of the library, which must be the same on all ranks of a group."""
     library = import_module("dist_prims")  # which imports this module when a name of it is first used
     return f"dist_prims {library.__version__} (protocol {PROTOCOL})"
 
 
 class _OtherRank:
-    """A rank that waits for the answer of rank 0."""
+    """The handshake on a rank other than rank 0."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, secret: Secret | None) -> None:
         self._store, self._rank, self._size, self._secret = store, rank, size, secret
@@ -101,6 +107,7 @@ class _OtherRank:
         self._refusal = ""
 
     def join(self, deadline: float, check: Callable[[], None]) -> tuple[str, list[str]]:
+        """Return the name of the attempt and what rank 0 published: the hosts, and a difference or an empty text."""
         hello = signed(self._secret, ("hello", self._rank, self._size), self._token, host_id(), version())
         name, published = "", []
 
@@ -118,15 +125,18 @@ class _OtherRank:
                 published = verified(self._store.get(f"{name}/{HOSTS}"), self._secret, ("hosts", name)) or []
             return len(published) >= self._size
 
+        # 1. Hello, until rank 0 has answered.
         self._wait(is_answered, deadline, "rank 0")
+        # 2. The acknowledgement, and the hosts of all ranks.
         acknowledgement = signed(self._secret, ("acknowledgement", self._rank, self._token), name)
         acknowledged = f"{name}/acknowledged/{self._rank}"
         self._store.set(acknowledged, acknowledgement)
         self._wait(is_complete, deadline, "the last ranks")
+        # 3. No rank reads the keys of this rank any more.
         with contextlib.suppress(RuntimeError):  # a store of the user may be unable to; the keys use memory only
             for key in (f"hello/{self._rank}", f"welcome/{self._token}", acknowledged):
                 self._store.delete_key(key)
-        if len(published) == self._size:  # the hosts alone
+        if len(published) == self._size:  # the hosts alone, as rank 0 of an earlier version publishes
             published.append(f"rank 0 has {EARLIER_VERSION}, and rank {self._rank} has {version()}")
         return name, published
 
@@ -137,21 +147,21 @@ class _OtherRank:
             raise TimeoutError(f"{error}; {self._refusal}" if self._refusal else str(error)) from None
 
     def _answer(self) -> str:
-        """The name of this attempt; "" as long as rank 0 has not answered."""
+        """The name of this attempt; empty as long as rank 0 has not answered."""
         key = f"welcome/{self._token}"
         if not self._store.check([key]):
             return ""
-        found = self._store.get(key)
-        texts = verified(found, self._secret, ("welcome", self._rank, self._token))
+        welcome = self._store.get(key)
+        texts = verified(welcome, self._secret, ("welcome", self._rank, self._token))
         if texts and len(texts) == 1:
             return texts[0]
         if not self._refusal:
-            self._note_refusal((_texts(found) or [""])[0])
+            self._note_refusal((_texts(welcome) or [""])[0])
         return ""
 
     def _note_refusal(self, why: str) -> None:
-        """Keep the reason for which rank 0 refuses this rank. A rank with a secret goes on waiting: it may be another
-        process that has written the reason."""
+        """Keep why rank 0 refuses this rank. A rank with a secret goes on waiting, because the reason is not signed:
+        another process may have written it."""
         reason = _REASONS.get(why, "what should be the answer of rank 0 was written by a process without the secret")
         self._refusal = f"rank {self._rank} of {self._size} cannot join: {reason}; {REMEDY}"
         if self._secret is None:
@@ -159,17 +169,27 @@ class _OtherRank:
         warn(self._refusal)
 
 
+class _Answer(NamedTuple):
+    """What rank 0 knows of a rank that it has answered."""
+
+    token: str
+    host: str
+    version: str
+
+
 class _Rank0:
-    """Rank 0, which answers the others."""
+    """The handshake on rank 0, which answers the others."""
 
     def __init__(self, store: dist.Store, size: int, secret: Secret | None) -> None:
         self._store, self._size, self._secret = store, size, secret
         self._name = secrets.token_hex(8)
-        self._answered: dict[int, tuple[str, str, str]] = {}  # token, host and version by rank
-        self._last: dict[int, bytes] = {}  # hello by rank
-        self._refused: dict[int, str] = {}  # what was wrong, by rank
+        self._answered: dict[int, _Answer] = {}  # by rank
+        self._last: dict[int, bytes] = {}  # the last hello, by rank
+        self._refused: dict[int, str] = {}  # what was wrong with the secret, by rank
 
     def join(self, deadline: float, check: Callable[[], None]) -> tuple[str, list[str]]:
+        """Return the name of the attempt and what this rank publishes: the hosts, and a difference or an empty text."""
+
         def is_acknowledged() -> bool:
             check()
             for rank, hello in self._hellos():
@@ -180,10 +200,10 @@ class _Rank0:
             until(is_acknowledged, deadline, "the others")
         except TimeoutError as error:
             raise TimeoutError(self._missing()) from error
-        answers = [("", host_id(), version()), *(self._answered[rank] for rank in range(1, self._size))]
-        unlike = next((rank for rank, (_, _, its_version) in enumerate(answers) if its_version != version()), 0)
-        difference = f"rank 0 has {version()}, and rank {unlike} has {answers[unlike][2]}" if unlike else ""
-        published = [*(host for _, host, _ in answers), difference]
+        ranks = [_Answer("", host_id(), version()), *(self._answered[rank] for rank in range(1, self._size))]
+        other = next((rank for rank, answer in enumerate(ranks) if answer.version != version()), 0)
+        difference = f"rank 0 has {version()}, and rank {other} has {ranks[other].version}" if other else ""
+        published = [*(answer.host for answer in ranks), difference]
         self._store.set(f"{self._name}/{HOSTS}", signed(self._secret, ("hosts", self._name), *published))
         if difference:  # the store may end with this rank
             self._wait_for_readers()
@@ -207,20 +227,24 @@ class _Rank0:
         return [*zip(keys, self._store.multi_get([*keys.values()]), strict=True)] if keys else []
 
     def _answer(self, rank: int, hello: bytes) -> None:
+        """Answer a hello that was not answered yet. The one before it may have been of an earlier attempt."""
         if self._last.get(rank) == hello:
             return
-        self._last[rank] = hello  # the first one, or the one before was of an earlier attempt
-        found = verified(hello, self._secret, ("hello", rank, self._size))
+        self._last[rank] = hello
         *texts, code = _texts(hello) or [""]
         if len(texts) < 2 or not _TOKEN.fullmatch(texts[0]):
             return
-        token, host, its_version, *_ = [*texts, EARLIER_VERSION]  # which may send fewer texts, a later one more
-        if not found:
+        token, host, its_version, *_ = [
+            *texts,
+            EARLIER_VERSION,
+        ]  # a later version may send more texts
+        if not verified(hello, self._secret, ("hello", rank, self._size)):
             return self._refuse(rank, token, has_secret=code != "")
-        self._answered[rank] = token, host, its_version
+        self._answered[rank] = _Answer(token, host, its_version)
         self._store.set(f"welcome/{token}", signed(self._secret, ("welcome", rank, token), self._name))
 
     def _refuse(self, rank: int, token: str, has_secret: bool) -> None:
+        """Answer that the writer of a hello has a wrong secret or none; raise if this rank has none itself."""
         why = "none" if self._secret is None else "other" if has_secret else "missing"
         self._store.set(f"welcome/{token}", signed(None, (), why, ""))
         if self._secret is None:  # no rank is authenticated, so another process could do more harm than this error
@@ -235,11 +259,12 @@ class _Rank0:
         if len(self._answered) < self._size - 1 or not self._store.check(keys):
             return False
         return all(
-            verified(found, self._secret, ("acknowledgement", rank, self._answered[rank][0])) == [self._name]
-            for rank, found in enumerate(self._store.multi_get(keys), start=1)
+            verified(text, self._secret, ("acknowledgement", rank, self._answered[rank].token)) == [self._name]
+            for rank, text in enumerate(self._store.multi_get(keys), start=1)
         )
 
     def _missing(self) -> str:
+        """What the error at the deadline says."""
         missing = [rank for rank in range(1, self._size) if rank not in self._answered]
         if not missing:
             return "no acknowledgement of a rank"
@@ -252,24 +277,27 @@ class _Rank0:
 
 
 def signed(secret: Secret | None, context: tuple[str | int, ...], *texts: str) -> str:
-    """The texts and their code in this context, as JSON; the code is empty without a secret."""
+    """The texts as JSON, with a code that is valid in this context; the code is empty without a secret.
+
+    ``context``: what the text is for, and what it belongs to; reader and writer know it.
+    """
     return json.dumps([*texts, secret.code(*context, *texts) if secret else ""])
 
 
-def verified(found: bytes, secret: Secret | None, context: tuple[str | int, ...]) -> list[str] | None:
-    """The texts, if they have the right code for this context."""
-    *texts, code = _texts(found) or [""]
+def verified(text: bytes, secret: Secret | None, context: tuple[str | int, ...]) -> list[str] | None:
+    """The texts that were signed in this context; None if the code is wrong."""
+    *texts, code = _texts(text) or [""]
     is_right = secret.is_code(code, *context, *texts) if secret else code == ""
     return texts if is_right and texts else None
 
 
-def _texts(found: bytes) -> list[str] | None:
+def _texts(text: bytes) -> list[str] | None:
     """The texts and the code; None for anything that :func:`signed` does not write."""
     try:
-        texts = json.loads(found) if len(found) <= _LONGEST else None
+        texts = json.loads(text) if len(text) <= _LONGEST else None
     except (ValueError, RecursionError):
         return None
-    is_right = isinstance(texts, list) and len(texts) > 0 and all(isinstance(each, str) for each in texts)
+    is_right = isinstance(texts, list) and len(texts) > 0 and all(isinstance(item, str) for item in texts)
     return texts if is_right else None
 
 

@@ -29,19 +29,20 @@ def rendezvous_of(launcher: Launcher, timeout: float) -> Rendezvous:
     """
     ports()  # raises if the variable is wrong, before anything starts
     if launcher.url is None and launcher.medium:
-        found = _by_medium(launcher, timeout)
+        rendezvous = _by_medium(launcher, timeout)
     else:
-        found = url_rendezvous.rendezvous_at_url(launcher, timeout)
-    remember(found.secret)
-    one_host = len(set(found.hosts)) == 1
-    if interface := loopback_interface() if one_host else found.interface:
+        rendezvous = url_rendezvous.rendezvous_at_url(launcher, timeout)
+    remember(rendezvous.secret)
+    one_host = len(set(rendezvous.hosts)) == 1
+    if interface := loopback_interface() if one_host else rendezvous.interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # groups that are created later read it, too
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    return found
+    return rendezvous
 
 
 def _by_medium(launcher: Launcher, timeout: float) -> Rendezvous:
-    name = launcher.name.partition(" of ")[0]  # without the name of the MPI, which its library tells
+    """Complete the rendezvous over MPI or PMI."""
+    name = launcher.name.partition(" of ")[0]  # without the name of the MPI: the library itself names it
     try:
         if launcher.medium == "MPI":
             world = mpi_exchange.Mpi(launcher)
@@ -64,16 +65,16 @@ def torch_handler(
             f"init_process_group: init_method={url!r} is for ranks that mpirun has started, and this one was started "
             f"by {launcher.name}; start it with: mpirun -n 4 python program.py"
         )
-    found = rendezvous_of(launcher, timeout.total_seconds())
-    rank, size = found.rank, len(found.hosts)
-    given = dict(parse_qsl(urlsplit(url).query))
+    rendezvous = rendezvous_of(launcher, timeout.total_seconds())
+    rank, size = rendezvous.rank, len(rendezvous.hosts)
+    requested = dict(parse_qsl(urlsplit(url).query))
     for name, actual in (("rank", rank), ("world_size", size)):
-        if int(given.get(name, -1)) not in (-1, actual):  # after the rendezvous, so that the other ranks fail, too
+        if int(requested.get(name, -1)) not in (-1, actual):  # after the rendezvous, so that the other ranks fail, too
             raise ValueError(
-                f"init_process_group: {name} is {given[name]}, but {launcher.name} says {actual}; omit {name}"
+                f"init_process_group: {name} is {requested[name]}, but {launcher.name} says {actual}; omit {name}"
             )
     try:
-        yield found.store, rank, size
+        yield rendezvous.store, rank, size
     finally:  # torch ends the generator when the group is created and torch has installed its own hook
         if launcher.medium == "MPI":
             mpi_exchange.abort_on_exception()

@@ -1,4 +1,4 @@
-"""Text exchange over MPI, under mpirun: MPI connects the ranks already, so it transfers the address of the store.
+"""Text exchange over MPI, under mpirun. MPI connects the ranks already, so it transfers the address of the store.
 
 The module handles two failures that occur in practice:
 
@@ -36,11 +36,7 @@ _is_mpi_inherited = False
 
 
 def is_mpi_inherited() -> bool:
-    """Whether this process was forked from a process that uses MPI. The threads of that MPI are not in this process.
-
-    >>> is_mpi_inherited()
-    False
-    """
+    """Whether this process was forked from a process that uses MPI. The threads of that MPI are not in this process."""
     return _is_mpi_inherited
 
 
@@ -66,9 +62,10 @@ class Mpi:
         abort_on_exception()
 
     def all_texts(self, text: str, deadline: float, awaited: str) -> list[str]:
-        every = np.zeros((self.size, _WIDTH), np.uint8)
-        until(self._world.Iallgather(_packed(text), every).Test, deadline, awaited)
-        return [_unpacked(row) for row in every]
+        """See TextExchange."""
+        rows = np.zeros((self.size, _WIDTH), np.uint8)
+        until(self._world.Iallgather(_packed(text), rows).Test, deadline, awaited)
+        return [row.tobytes().rstrip(b"\0").decode() for row in rows]
 
 
 def library_name(version: str) -> str:
@@ -103,11 +100,11 @@ def _load(launcher: Launcher) -> Any:
 
 
 def _mismatch(launcher: Launcher, library: str, rank: int, size: int) -> str:
-    wanted = launcher.name.partition(" of ")[2] or launcher.name
+    mpi_of_launcher = launcher.name.partition(" of ")[2] or launcher.name
     return (
         f"init: {_started(launcher)}, but mpi4py has loaded {library}, which sees rank {rank} of {size}: another MPI "
         f"than the launcher's. Remedy: start the ranks with the mpirun of {library} (is it in {sys.prefix}/bin?), or "
-        f"pip install an mpi4py for {wanted}"
+        f"pip install an mpi4py for {mpi_of_launcher}"
     )
 
 
@@ -123,10 +120,6 @@ def _packed(text: str) -> "np.ndarray[Any, np.dtype[np.uint8]]":
     return np.frombuffer(raw.ljust(_WIDTH, b"\0"), np.uint8).copy()
 
 
-def _unpacked(row: "np.ndarray[Any, np.dtype[np.uint8]]") -> str:
-    return row.tobytes().rstrip(b"\0").decode()
-
-
 def abort_on_exception() -> None:
     """Make an uncaught exception abort the MPI job.
 
@@ -136,7 +129,7 @@ def abort_on_exception() -> None:
     global _outermost
     from mpi4py import MPI
 
-    show = sys.excepthook
+    show = sys.excepthook  # of torch, or of an earlier call
 
     def show_and_abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         show(kind, error, trace)

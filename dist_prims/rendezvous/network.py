@@ -47,9 +47,9 @@ def split_address(address: str) -> tuple[str, int]:
     >>> split_address("host0:29500"), split_address("[fd00::1]:29500")
     (('host0', 29500), ('fd00::1', 29500))
     """
-    found = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^\[\]:/]+)):(\d{1,5})", address)
-    if found and int(found[3]) < 1 << 16:
-        return found[1] or found[2], int(found[3])
+    parts = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^\[\]:/]+)):(\d{1,5})", address)
+    if parts and int(parts[3]) < 1 << 16:
+        return parts[1] or parts[2], int(parts[3])
     raise ValueError(f"{address!r} is not of the form host:port; an IPv6 address has brackets: [fd00::1]:29500")
 
 
@@ -80,19 +80,19 @@ def ports(environ: Mapping[str, str] = os.environ) -> range:
     """
     if not (text := environ.get(PORTS, "")):
         return range(1)
-    found = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
-    if not found or not 0 < int(found[1]) <= int(found[2]) < 1 << 16:
+    limits = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
+    if not limits or not 0 < int(limits[1]) <= int(limits[2]) < 1 << 16:
         raise ValueError(f"{PORTS}={text!r}: give the first and the last port, such as 20000-20100")
-    return range(int(found[1]), int(found[2]) + 1)
+    return range(int(limits[1]), int(limits[2]) + 1)
 
 
 def at_free_port(bind: Callable[[int], T]) -> T:
     """Return the result of ``bind`` for a port of :func:`ports`. ``bind`` raises OSError for a port that is in use."""
     allowed = ports()
     first = secrets.randbelow(len(allowed))  # other ranks of this host begin elsewhere
-    for each in (*allowed[first:], *allowed[:first]):
+    for port in (*allowed[first:], *allowed[:first]):
         try:
-            return bind(each)
+            return bind(port)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
@@ -104,14 +104,14 @@ def _no_port(ports_of: str) -> OSError:
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """Listen at an address of this host, or on all interfaces if it is empty. Port 0 selects a free port."""
+    """Listen at an address of this host; empty: on all interfaces. Port 0 selects a free port of :func:`ports`."""
 
-    def server(at: int) -> socket.socket:
+    def bind(chosen_port: int) -> socket.socket:
         is_dual = not address and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if is_dual or ":" in address else socket.AF_INET
-        return socket.create_server((address, at), family=family, dualstack_ipv6=is_dual, backlog=_BACKLOG)
+        return socket.create_server((address, chosen_port), family=family, dualstack_ipv6=is_dual, backlog=_BACKLOG)
 
-    return server(port) if port else at_free_port(server)
+    return bind(port) if port else at_free_port(bind)
 
 
 def keep_alive(listening: socket.socket) -> None:
@@ -133,17 +133,17 @@ def keep_alive(listening: socket.socket) -> None:
 
 def addresses() -> list[str]:
     """The addresses at which other hosts may reach this host: the addresses of its interfaces, then its name."""
-    found = dict.fromkeys(each for _, name in socket.if_nameindex() for each in addresses_of(name))
-    return [address for address in found if not is_loopback(address)] + [socket.gethostname()]
+    unique = dict.fromkeys(address for _, name in socket.if_nameindex() for address in addresses_of(name))
+    return [address for address in unique if not is_loopback(address)] + [socket.gethostname()]
 
 
 def addresses_of(interface: str) -> list[str]:
     """The first IPv4 address and the first IPv6 address of an interface, if it has them."""
-    found: dict[str, str] = {}
+    by_family: dict[str, str] = {}
     for name, address in _interfaces():
         if name == interface:
-            found.setdefault(family_of(address), address)
-    return [*found.values()]
+            by_family.setdefault(family_of(address), address)
+    return [*by_family.values()]
 
 
 def own_address() -> str:
@@ -190,8 +190,8 @@ def interface_addresses() -> list[str]:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface with this address."""
-    return next((name for name, each in _interfaces() if each == address), None)
+    """The name of the interface with this address."""
+    return next((name for name, its_address in _interfaces() if its_address == address), None)
 
 
 def loopback_interface() -> str | None:
@@ -199,7 +199,7 @@ def loopback_interface() -> str | None:
 
 
 def address_towards(address: str, port: int) -> str:
-    """This host's address in what the kernel would send to ``address``. The function sends nothing."""
+    """The address of this host from which the kernel would send to ``address``. The function sends nothing."""
     failure = OSError(f"{address} has no address")
     for family, _, _, _, target in socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM):
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -215,9 +215,12 @@ def address_towards(address: str, port: int) -> str:
 
 
 def _interfaces() -> list[tuple[str, str]]:
-    """Each interface with each of its addresses that other processes can use without the name of an interface."""
+    """Each interface with each of its addresses, the IPv4 addresses first.
+
+    Link-local IPv6 addresses are left out, because they are valid only together with the name of an interface.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        found = [(name, address) for _, name in socket.if_nameindex() if (address := _ipv4_address(probe, name))]
+        pairs = [(name, address) for _, name in socket.if_nameindex() if (address := _ipv4_address(probe, name))]
     with contextlib.suppress(FileNotFoundError):  # the kernel has no IPv6
         lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
         first: list[tuple[str, str]] = []
@@ -226,8 +229,8 @@ def _interfaces() -> list[tuple[str, str]]:
             if int(scope, 16) != _LINK_LOCAL and not int(flags, 16) & _UNUSABLE:
                 choice = second if int(flags, 16) & _SECOND_CHOICE else first
                 choice.append((name, str(ipaddress.IPv6Address(int(digits, 16)))))
-        found += first + second
-    return found
+        pairs += first + second
+    return pairs
 
 
 def _ipv4_address(probe: socket.socket, interface: str) -> str | None:

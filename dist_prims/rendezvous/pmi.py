@@ -49,13 +49,15 @@ class Pmi:
         atexit.register(self._finalize, os.getpid())
 
     def all_texts(self, text: str, deadline: float, awaited: str) -> list[str]:
+        """See TextExchange."""
         self._rounds += 1
         self._put(text.encode().hex(), deadline)
         self._ask("barrier_in", deadline, awaited)
         return [bytes.fromhex(self._get(rank, deadline)).decode() for rank in range(self.size)]
 
-    def _finalize(self, of: int) -> None:
-        failed, forked = hasattr(sys, "last_value"), os.getpid() != of
+    def _finalize(self, process: int) -> None:
+        """At exit: finalize, if ``process`` is this process and no parent of it, and neither failed nor uses MPI."""
+        failed, forked = hasattr(sys, "last_value"), os.getpid() != process
         if not (failed or forked or "mpi4py.MPI" in sys.modules):
             with contextlib.suppress(OSError, RuntimeError):  # TimeoutError is an OSError
                 self._ask("finalize", time.monotonic() + _SECONDS_TO_FINALIZE)
@@ -63,7 +65,7 @@ class Pmi:
     def _put(self, text: str, deadline: float) -> None:
         """Put a text, in several pieces if it is longer than a value may be.
 
-        A piece that begins with + is not the last.
+        The last piece begins with a dot, the pieces before it with a plus sign.
         """
         pieces = [text[start : start + self._longest] for start in range(0, len(text), self._longest)] or [""]
         for number, piece in enumerate(pieces):
@@ -81,13 +83,14 @@ class Pmi:
         return f"dist_prims-{self._rounds}-{rank}-{piece}"
 
     def _ask(self, command: str, deadline: float, awaited: str = "the process manager", **words: str) -> dict[str, str]:
+        """Send a request, and return the words of the answer by their keys."""
         request = " ".join([f"cmd={command}", *(f"{key}={value}" for key, value in words.items())])
         os.write(self._descriptor, f"{request}\n".encode())
         answer = self._line(deadline, awaited)
-        found = dict(word.partition("=")[::2] for word in answer.split())
-        if found.get("cmd") != _ANSWERS[command] or found.get("rc", "0") != "0":
+        fields = dict(word.partition("=")[::2] for word in answer.split())
+        if fields.get("cmd") != _ANSWERS[command] or fields.get("rc", "0") != "0":
             raise RuntimeError(f"the process manager answers {answer!r} to {request!r}")
-        return found
+        return fields
 
     def _line(self, deadline: float, awaited: str) -> str:
         """Read a line byte by byte: what follows the line is for another reader of the socket, such as MPI."""

@@ -1,8 +1,10 @@
-"""A server of registers: what the survivors of groups on several hosts agree by, see :mod:`dist_prims.repair.quorum`.
+"""A server of registers, by which the survivors of groups on several hosts agree: see :mod:`dist_prims.repair.quorum`.
 
-A TCPStore would do but for one thing: its client waits without a deadline for a server that is stopped, or whose host
-is cut off. Here every call has a deadline. A request and an answer are one line of JSON each, with a code if the group
-has a key (:mod:`.secret`): a process that does not know the key is not served.
+The *registers* of a group are a record for each rank, values that change by compare-and-set, and decisions.
+
+A TCPStore is not sufficient, because its client waits without a deadline for a server that is stopped, or whose host is
+cut off. Here every call has a deadline. A request and an answer are one line of JSON each. If the group has a key
+(:mod:`.secret`), both carry a code that proves that the sender knows the key; a process without the key is not served.
 
     [group, number, code, ["announce", rank, version, text]]        true; replaces the record with a lower version
     [group, number, code, ["read"]]                                 records with their versions by rank, decisions
@@ -47,18 +49,19 @@ _PAUSE = 1.0  # seconds without accept() where no descriptor is left: the waitin
 _NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-_used: set[GroupRegisters] = set()  # for ranks that read a decision after this rank has gone on
+_used: set[GroupRegisters] = set()  # kept alive: other ranks may read a decision after this rank has gone on
 
 
 @dataclass(eq=False)
 class GroupRegisters:
-    """The registers of a group. A server serves them as long as a reference exists, and after their first change.
+    """The registers of a group on the rank that serves them.
 
-    The rank that serves them calls them without the server: its thread may get no processor time for long.
+    That rank calls them directly, while the thread of the server may get no processor time for long. The server serves
+    them to other ranks as long as a reference exists; after their first change this module keeps one.
     """
 
     key: bytes = field(repr=False)
-    records: dict[int, tuple[int, str]] = field(default_factory=dict)
+    records: dict[int, tuple[int, str]] = field(default_factory=dict)  # version and text by rank
     values: dict[str, str] = field(default_factory=dict)
     decisions: dict[str, str] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -71,7 +74,7 @@ class GroupRegisters:
         return answer
 
     def close(self) -> None:
-        """They remain: other ranks may read them."""
+        """Do nothing, as other ranks may read the registers. A RegisterClient closes its connection here."""
 
     def _perform(self, operation: str, *arguments: Any) -> Any:
         match operation, arguments:
@@ -93,10 +96,10 @@ class GroupRegisters:
 @dataclass
 class _Connection:
     socket: socket.socket
-    received: bytes = b""
-    unsent: bytes = b""  # of answers
-    deadline: float = 0.0  # it is closed then
-    is_proved: bool = False  # it has made a valid request
+    received: bytes = b""  # the beginning of a request
+    unsent: bytes = b""  # answers
+    deadline: float = 0.0  # when it is closed
+    is_proved: bool = False  # whether it has made a valid request
 
 
 class RegisterServer:
@@ -106,7 +109,7 @@ class RegisterServer:
         self._listening = listening
         self._groups: weakref.WeakValueDictionary[str, GroupRegisters] = weakref.WeakValueDictionary()
         self._connections: dict[int, _Connection] = {}  # by descriptor; the oldest first
-        self._resume = 0.0  # when connections are accepted again; 0: they are accepted
+        self._resume = 0.0  # when connections are accepted again after a lack of descriptors; 0: they are accepted
         listening.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listening, selectors.EVENT_READ)
@@ -118,17 +121,21 @@ class RegisterServer:
         return registers
 
     def _run(self) -> None:
+        """The thread of the server, which alone uses the connections."""
         while True:
-            is_listening = False
+            # 1. Read requests and send answers.
+            has_new_connection = False
             for key, events in self._selector.select(self._limit()):
                 if key.data is None:
-                    is_listening = True
+                    has_new_connection = True
                 elif events & selectors.EVENT_WRITE:
                     self._send(key.data)
                 else:
                     self._serve(key.data)
-            if is_listening:  # last: it may close a connection whose first request has just been served
+            # 2. Accept last: that may close a connection, and its first request may have just been served.
+            if has_new_connection:
                 self._accept()
+            # 3. What the clock requires.
             now = time.monotonic()
             for connection in list(self._connections.values()):
                 if now >= connection.deadline:
@@ -138,7 +145,7 @@ class RegisterServer:
                 self._resume = 0.0
 
     def _limit(self) -> float | None:
-        """Seconds until something is to be done without an event."""
+        """Seconds until the next deadline; None: no limit."""
         times = [connection.deadline for connection in self._connections.values()]
         times += [self._resume] if self._resume else []
         return max(0.0, min(times) - time.monotonic()) if times else None
@@ -146,12 +153,12 @@ class RegisterServer:
     def _accept(self) -> None:
         try:
             accepted, _ = self._listening.accept()
-        except OSError as error:  # else: the other side has closed it already
+        except OSError as error:  # with another number: the other side has closed the connection already
             if error.errno in _NO_RESOURCES:
                 self._selector.unregister(self._listening)
                 self._resume = time.monotonic() + _PAUSE
             return
-        unproved = [each for each in self._connections.values() if not each.is_proved]
+        unproved = [connection for connection in self._connections.values() if not connection.is_proved]
         if len(unproved) >= _MOST_UNPROVED:
             self._close(unproved[0])
         if len(self._connections) >= _MOST_CONNECTIONS:
@@ -163,6 +170,7 @@ class RegisterServer:
         self._selector.register(accepted, selectors.EVENT_READ, connection)
 
     def _serve(self, connection: _Connection) -> None:
+        """Read what has arrived, and answer each complete request; close the connection after an invalid one."""
         try:
             data = connection.socket.recv(1 << 16)
             *lines, connection.received = (connection.received + data).split(b"\n")
@@ -176,7 +184,14 @@ class RegisterServer:
             if connection.is_proved:
                 connection.deadline = time.monotonic() + _IDLE_TIME
             self._send(connection)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):  # no connection or request
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+        ):  # lost, or an invalid request
             self._close(connection)
 
     def _send(self, connection: _Connection) -> None:
@@ -198,6 +213,7 @@ class RegisterServer:
         connection.socket.close()
 
     def _answer(self, group: str, number: str, code: str, request: list[Any]) -> Any:
+        """Perform a request, and return the answer with its code; raise if the code of the request is wrong."""
         registers = self._groups[group]
         if not hmac.compare_digest(_code(registers.key, "request", group, number, request).encode(), code.encode()):
             raise ValueError("a request with a wrong code")
@@ -226,17 +242,19 @@ class RegisterClient:
         self._is_proved = False  # a request of this connection has been answered
 
     def call(self, *request: Any) -> Any:
+        """Return the answer to a request, whose forms the module lists. The number is in the code of the answer, so an
+        earlier answer is not taken for this one."""
         number = secrets.token_hex(8)
         code = _code(self._key, "request", self._group, number, request)
         line = json.dumps([self._group, number, code, request]).encode() + b"\n"
-        if len(line) > _MOST_BYTES_UNPROVED and not self._is_proved:
+        if len(line) > _MOST_BYTES_UNPROVED and not self._is_proved:  # a short request first, which proves the key
             self.call("read")
         self._socket.settimeout(self._timeout)
         self._socket.sendall(line)
         line = self._line(time.monotonic() + self._timeout)
         try:
-            found, answer = json.loads(line)
-            is_right = hmac.compare_digest(_code(self._key, "answer", self._group, number, answer), found)
+            answer_code, answer = json.loads(line)
+            is_right = hmac.compare_digest(_code(self._key, "answer", self._group, number, answer), answer_code)
         except (ValueError, TypeError, RecursionError):
             is_right = False
         if not is_right:
@@ -245,7 +263,7 @@ class RegisterClient:
         return answer
 
     def _line(self, deadline: float) -> bytes:
-        """The next line. Another process than a server may listen there, and send slowly or without end."""
+        """The next line. A process other than a server may listen at the address, and send slowly or without end."""
         received = b""
         while not received.endswith(b"\n"):
             self._socket.settimeout(max(deadline - time.monotonic(), 0.001))

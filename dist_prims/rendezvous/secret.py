@@ -4,13 +4,15 @@ A store at a TCP port, and every port at which a rank listens, accepts connectio
 The ranks of a job therefore authenticate what they write there with codes (HMAC with SHA-256) that only this secret can
 make. It is the first of these:
 
-1. the one of the launcher, over a channel that other users cannot read: spawn's pipe, MPI's broadcast, PMI;
-2. ``DIST_PRIMS_SECRET``; the file ``DIST_PRIMS_SECRET_FILE``; the file ``~/.config/dist_prims/secret``, if it exists;
+1. the secret that the launcher has distributed, over a channel that other users cannot read: spawn's pipe, MPI's
+   broadcast, PMI;
+2. the secret of the user, which is the first of: ``DIST_PRIMS_SECRET``; the file ``DIST_PRIMS_SECRET_FILE``; the file
+   ``~/.config/dist_prims/secret``;
 3. for ranks that meet at the loopback interface, a file of this user, which the first rank makes:
    ``dist_prims/secret`` under ``XDG_CACHE_HOME`` (``~/.cache``).
 
 Over MPI and PMI rank 0 decides: if it has a secret of the user, all ranks need the same. A group that is merged from
-groups of several jobs has no launcher in common, and begins with the second. Ranks without a secret are not
+groups of several jobs has no launcher in common, so the first does not apply. Ranks without a secret are not
 authenticated.
 """
 
@@ -37,12 +39,12 @@ _MODE = 0o600
 
 
 class Secret:
-    """A secret, and where it is from. Its text does not show it.
+    """A secret, and its ``source`` for messages. ``repr`` does not show the secret.
 
     >>> Secret(b"not for logs", "an example")
     Secret(of an example)
 
-    ``is_of_launcher``: the ranks have it over the channel of their launcher, and no other process can find it.
+    ``is_of_launcher``: the ranks got it over the channel of their launcher, and no other process can find it.
     """
 
     __slots__ = ("_key", "is_of_launcher", "source")
@@ -63,10 +65,10 @@ class Secret:
         """
         return self._digest("code", *parts).hex()
 
-    def is_code(self, found: object, *parts: str | int) -> bool:
-        """Whether ``found`` is the code of these parts. The time does not depend on where it differs."""
-        given = found.encode(errors="replace") if isinstance(found, str) else b""
-        return hmac.compare_digest(given, self.code(*parts).encode())
+    def is_code(self, code: object, *parts: str | int) -> bool:
+        """Whether ``code`` is the code of these parts. The time does not depend on where it differs."""
+        received_code = code.encode(errors="replace") if isinstance(code, str) else b""
+        return hmac.compare_digest(received_code, self.code(*parts).encode())
 
     def key(self, *purpose: str | int) -> bytes:
         """A key for one purpose, from which neither the secret nor the key for another purpose can be computed."""
@@ -88,7 +90,7 @@ class Secret:
 
 
 def provided_by_user(environ: Mapping[str, str] = os.environ) -> Secret | None:
-    """The secret that the user has provided, by a variable or a file; ValueError if it cannot be one.
+    """The secret that the user has provided, by a variable or a file; ValueError if it is too short or not protected.
 
     >>> provided_by_user({"DIST_PRIMS_SECRET": "0123456789abcdef"})
     Secret(of DIST_PRIMS_SECRET)
@@ -105,7 +107,7 @@ def provided_by_user(environ: Mapping[str, str] = os.environ) -> Secret | None:
 
 
 def of_this_host() -> Secret | None:
-    """The secret of this user for ranks of one host, which is made at its first use; None if it cannot be written."""
+    """The secret of this user for ranks of one host, from a file that the first use makes; None if it cannot."""
     try:
         base = os.environ.get("XDG_CACHE_HOME", "")
         path = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "dist_prims" / "secret"
@@ -117,9 +119,9 @@ def of_this_host() -> Secret | None:
 
 
 def choose(address: str | None, environ: Mapping[str, str] = os.environ) -> Secret | None:
-    """The secret of ranks that meet at an address without a channel of a launcher; None: there is none.
+    """The secret of ranks that meet at an address, without a channel of a launcher; None: they have none.
 
-    Without an address the ranks meet at a file.
+    ``address`` is None if the ranks meet at a file.
     """
     return provided_by_user(environ) or (of_this_host() if is_one_host(address, environ) else None)
 
@@ -156,14 +158,13 @@ def _make(path: Path) -> None:
 def _read(path: Path, what: str) -> Secret:
     """Read a file, once in a process; ValueError if other users may read or write it."""
     with path.open("rb") as file:
-        found = os.fstat(file.fileno())
-        if found.st_uid not in (os.geteuid(), 0):
-            raise ValueError(f"{what} {path} belongs to user {found.st_uid}; the secret must be a file of this user")
-        if stat.S_IMODE(found.st_mode) & 0o077:
-            mode = f"{stat.S_IMODE(found.st_mode):o}"
+        status = os.fstat(file.fileno())
+        if status.st_uid not in (os.geteuid(), 0):
+            raise ValueError(f"{what} {path} belongs to user {status.st_uid}; the secret must be a file of this user")
+        if stat.S_IMODE(status.st_mode) & 0o077:
             raise ValueError(
-                f"{what} {path} has mode {mode}: other users may have read the secret; put a new one into "
-                f"it and call: chmod 600 {path}"
+                f"{what} {path} has mode {stat.S_IMODE(status.st_mode):o}: other users may have read the secret; put a "
+                f"new one into it and call: chmod 600 {path}"
             )
         return Secret(_checked(file.read().strip(), f"{what} {path}"), f"{what} {path}")
 
@@ -174,8 +175,8 @@ def _checked(key: bytes, what: str) -> bytes:
     return key
 
 
-_of_spawn: Secret | None = None
-_of_ranks: Secret | None = None
+_of_spawn: Secret | None = None  # from the parent, in a spawned rank
+_of_ranks: Secret | None = None  # of the ranks that a launcher has started, after their rendezvous
 _has_rendezvous = False
 
 

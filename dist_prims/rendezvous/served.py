@@ -31,17 +31,17 @@ _SECONDS = 60.0  # for what the process asks of its own store
 _MOST_PROBES = 64  # connections that are opened at the same time
 _FIRST_ATTEMPT = 6.0  # seconds to connect to a store; twice as long after each failure
 
-_stores: dict[tuple[str, int], tuple[dist.Store, str]] = {}  # by address of this host and port, with host:port
-_sockets: dict[str, socket.socket] = {}  # for all but the stores
-_servers: dict[str, RegisterServer] = {}  # at some of these sockets
-_of_parent: list[list[object]] = []  # in a forked child
-_descriptors: dict[int, int] = {}  # of the sockets that are listening, with their inodes
+_stores: dict[tuple[str, int], tuple[dist.Store, str]] = {}  # store and its address:port, by requested address and port
+_sockets: dict[str, socket.socket] = {}  # that listen for repairs, by address of this host
+_servers: dict[str, RegisterServer] = {}  # of registers, at some of these sockets
+_of_parent: list[list[object]] = []  # in a forked child: kept alive, see _close_in_child
+_descriptors: dict[int, int] = {}  # of all sockets that listen, with their inodes
 
 
 def served_store(address: str, port: int = 0) -> tuple[dist.Store, str]:
     """Return the store that this process serves at an address of this host, and its ``address:port``.
 
-    It is at all addresses of this host if ``address`` is empty, and at a free port if ``port`` is 0.
+    An empty ``address`` stands for all addresses of this host. If ``port`` is 0, a free port is used.
 
     >>> store, address = served_store("127.0.0.1")
     >>> store.set("key", "value")
@@ -51,12 +51,9 @@ def served_store(address: str, port: int = 0) -> tuple[dist.Store, str]:
     if (address, port) not in _stores:
         listening = listen(address, port)
         _note(listening)
-        found = listening.getsockname()[1]
-        client = address or LOOPBACK
-        _stores[address, port] = (
-            connect(client, found, 1, _SECONDS, listening.detach(), is_shared=port != 0),
-            join_address(client, found),
-        )
+        actual_port, client = listening.getsockname()[1], address or LOOPBACK
+        store = connect(client, actual_port, 1, _SECONDS, listening.detach(), is_shared=port != 0)
+        _stores[address, port] = store, join_address(client, actual_port)
     return _stores[address, port]
 
 
@@ -77,18 +74,22 @@ def serve_registers(address: str, group: str, key: bytes) -> tuple[str, GroupReg
 
     >>> address, registers = serve_registers("127.0.0.1", "group", b"")
     """
-    found = listening_address(address)
+    address_and_port = listening_address(address)
     if address not in _servers:
         _servers[address] = RegisterServer(_sockets[address])
-    return found, _servers[address].add(group, key)
+    return address_and_port, _servers[address].add(group, key)
 
 
 def connect(
     address: str, port: int, size: int, timeout: float, server: int | None = None, is_shared: bool = False
 ) -> dist.Store:
-    """Create a client of the TCPStore at ``address``; with the descriptor of a listening socket, its server as well.
+    """Create a client of the TCPStore at ``address`` and ``port``.
 
-    If it is shared, ``init_process_group`` of this process at the same port, as MASTER_PORT, uses this server too.
+    Args:
+        size: the number of ranks.
+        timeout: seconds for the connection, and for each later request.
+        server: the descriptor of a listening socket: create the server as well, which then owns it.
+        is_shared: ``init_process_group`` of this process at the same port, as MASTER_PORT, uses this server too.
     """
     return dist.TCPStore(
         address,
@@ -103,14 +104,15 @@ def connect(
 
 
 def open_store(address: str, size: int, timeout: float) -> dist.Store:
-    """Connect to a store that another process serves. Raise OSError soon if nothing listens there.
+    """Connect to a store that another process serves at ``host:port``. Raise OSError soon if nothing listens there.
 
-    The call may wait without end for a process that is stopped.
+    The call may wait without end for a process that is stopped. ``timeout``: seconds to connect, and for each later
+    request.
 
-    TCPStore itself tries until its timeout to connect to a process that has ended. It is therefore given a shorter one,
-    and each attempt begins with a connection of our own. Before torch connects, it asks the DNS for the name of the
-    address, also of a loopback address. The resolver waits 5 s for a reply that is lost; an attempt takes longer than
-    that, so it does not fail by one lost reply, and ask again.
+    TCPStore itself tries until its timeout to connect to a process that has ended. It is therefore given a shorter
+    timeout, and each attempt begins with a connection of our own. Before torch connects, it asks the DNS for the name
+    of the address, even of a loopback address. The resolver waits 5 s for a reply that is lost. The first attempt takes
+    longer than 5 s, so one lost reply does not make it fail.
     """
     server = split_address(address)
     deadline, attempt = time.monotonic() + timeout, _FIRST_ATTEMPT
@@ -129,20 +131,22 @@ def open_store(address: str, size: int, timeout: float) -> dist.Store:
 
 
 def answers(addresses: Collection[str], seconds: float) -> dict[str, bool]:
-    """Return whether a process listens at each address of a host that answers in this time.
+    """Return, by address, whether a process listens there. An address whose host does not answer in time is left out.
 
     OSError if this process has no descriptor left, or this host no port, so that nothing can be said of other hosts.
+    ``seconds``: for each _MOST_PROBES addresses.
     """
-    waiting, found = [*addresses], {}
-    for begin in range(0, len(waiting), _MOST_PROBES):
-        found.update(_answers(waiting[begin : begin + _MOST_PROBES], seconds))
-    return found
+    to_probe, is_listening = [*addresses], dict[str, bool]()
+    for begin in range(0, len(to_probe), _MOST_PROBES):
+        is_listening.update(_answers(to_probe[begin : begin + _MOST_PROBES], seconds))
+    return is_listening
 
 
 def _answers(addresses: Sequence[str], seconds: float) -> dict[str, bool]:
-    found = {}
+    is_listening = {}
     deadline = time.monotonic() + seconds
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as opened:
+        # 1. Begin to connect to all.
         for address in addresses:
             host, port = split_address(address)
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -150,37 +154,40 @@ def _answers(addresses: Sequence[str], seconds: float) -> dict[str, bool]:
             probe.setblocking(False)
             error = probe.connect_ex((host, port))
             if error == errno.ECONNREFUSED:
-                found[address] = False
+                is_listening[address] = False
             elif error in (0, errno.EINPROGRESS):
                 selector.register(probe, selectors.EVENT_WRITE, address)
             elif error in (errno.EADDRNOTAVAIL, errno.EAGAIN):
                 raise OSError(error, f"this host has no port for a connection to {address}")
             # After another error, such as no route, no answer comes.
+        # 2. Collect the results until the deadline.
         while selector.get_map() and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left):
                 selector.unregister(key.fileobj)
                 probe = key.fileobj  # type: ignore[assignment]
                 error = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 if error in (0, errno.ECONNREFUSED):
-                    found[key.data] = error == 0
-    return found
+                    is_listening[key.data] = error == 0
+    return is_listening
 
 
 def _note(listening: socket.socket) -> None:
+    """Remember the socket for :func:`_close_in_child`."""
     _descriptors[listening.fileno()] = os.fstat(listening.fileno()).st_ino
 
 
 def _close_in_child() -> None:
+    """Close the child's copies of the sockets. A descriptor with another inode was closed and is something else now."""
     for descriptor, inode in _descriptors.items():
         with contextlib.suppress(OSError):
             if os.fstat(descriptor).st_ino == inode:
                 os.close(descriptor)
-    for each in _sockets.values():
-        each.detach()
+    for listening in _sockets.values():
+        listening.detach()
     # The destructor of a TCPStore would wait without end for the thread of its server, which the child does not have.
     _of_parent.append([*_stores.values(), *_servers.values()])
-    for known in (_stores, _sockets, _servers, _descriptors):
-        known.clear()
+    for of_process in (_stores, _sockets, _servers, _descriptors):
+        of_process.clear()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

@@ -1,4 +1,4 @@
-"""Rendezvous by exchange of short texts, over MPI or PMI: one of the texts is the address of the store.
+"""Rendezvous over MPI or PMI, which exchange short texts between the ranks: one text is the address of the store.
 
 No address has to be derived or configured: rank 0 listens on a free port, and offers every address of its host.
 """
@@ -7,7 +7,7 @@ import json
 import secrets
 import socket
 import time
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
@@ -35,39 +35,47 @@ class TextExchange(Protocol):
 
 def rendezvous_by_text(exchange: TextExchange, timeout: float, launcher: str) -> Rendezvous:
     """Complete the rendezvous within ``timeout`` seconds; ``launcher`` is its name for messages."""
+    # 1. Are the ranks on one host? Rank 0 then serves the store at the loopback address, else at all addresses.
     deadline = time.monotonic() + timeout
     hosts = exchange.all_texts(host_id(), deadline, "the hosts of all ranks")
     one_host = len(set(hosts)) == 1
-    offer = _offer(one_host) if exchange.rank == 0 else None
-    port: int
-    candidates: list[str]
-    port, candidates, name, key = json.loads(
-        exchange.all_texts(json.dumps(offer), deadline, "the address of rank 0")[0]
-    )
+    # 2. Rank 0 offers addresses and a secret to all.
+    own_offer = _offer(one_host) if exchange.rank == 0 else None
+    texts = exchange.all_texts(json.dumps(own_offer), deadline, "the address of rank 0")
+    port, candidates, attempt, key = _Offer(*json.loads(texts[0]))
     of_launcher = Secret(bytes.fromhex(key), launcher, is_of_launcher=True) if key else None
-    secret = of_launcher or _same_secret(exchange, name, deadline)
+    secret = of_launcher or _same_secret(exchange, attempt, deadline)
+    # 3. Connect at an address that all ranks can reach.
     address = candidates[0] if one_host else _reachable_by_all(exchange, port, candidates, deadline)
     store = connect(address, port, exchange.size, deadline - time.monotonic())
     interface = interface_of(address_towards(address, port))
-    return Rendezvous(dist.PrefixStore(name, store), exchange.rank, hosts, interface, launcher, secret)
+    return Rendezvous(dist.PrefixStore(attempt, store), exchange.rank, hosts, interface, launcher, secret)
 
 
-def _offer(one_host: bool) -> tuple[int, list[str], str, str]:
-    """Port and addresses of rank 0's store, a name for this attempt, and a secret: empty, if the user provides one."""
+class _Offer(NamedTuple):
+    """What rank 0 sends to all ranks."""
+
+    port: int  # of its store
+    addresses: list[str]  # of its host
+    attempt: str  # a name for this rendezvous
+    key: str  # the secret in hexadecimal digits; empty if the user provides the secret
+
+
+def _offer(one_host: bool) -> _Offer:
     key = "" if provided_by_user() else secrets.token_hex(32)
     _, port = split_address(served_store(LOOPBACK if one_host else "")[1])
-    return port, [LOOPBACK] if one_host else addresses(), secrets.token_hex(8), key
+    return _Offer(port, [LOOPBACK] if one_host else addresses(), secrets.token_hex(8), key)
 
 
-def _same_secret(exchange: TextExchange, name: str, deadline: float) -> Secret:
+def _same_secret(exchange: TextExchange, attempt: str, deadline: float) -> Secret:
     """The user's secret of this rank; RuntimeError on all ranks, if one of them has another secret than rank 0."""
     own = provided_by_user()
-    codes = exchange.all_texts(own.code("text exchange", name) if own else "", deadline, "the codes of all ranks")
+    codes = exchange.all_texts(own.code("text exchange", attempt) if own else "", deadline, "the codes of all ranks")
     for rank, code in enumerate(codes):
         if code != codes[0]:
             what = "another secret than rank 0" if code else "no secret, and rank 0 has one"
             raise RuntimeError(f"init: rank {exchange.rank}: rank {rank} of {exchange.size} has {what}; {REMEDY}")
-    assert own, "its code is that of rank 0"
+    assert own, "its code is the same as rank 0's"
     return own
 
 

@@ -1,4 +1,4 @@
-"""Rendezvous at a URL: open the store there, and find the ranks of this attempt by the handshake of handshake.py.
+"""Rendezvous at a URL, ``tcp://host:port`` or ``file:///path``: the ranks open the store there, and do the handshake.
 
 The process of rank 0 serves the store until it exits: a later rendezvous at the same URL finds it there.
 """
@@ -38,16 +38,12 @@ _REMEDY = "for ranks on several hosts give an address of the host of rank 0 (MAS
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The result of a rendezvous.
+    """The result of a rendezvous."""
 
-    ``store`` is used by the ranks of this rendezvous only. ``hosts`` contains the host of each rank, and ``interface``
-    is the network interface that leads to the ranks.
-    """
-
-    store: dist.Store
-    rank: int
-    hosts: list[str]
-    interface: str | None
+    store: dist.Store  # that only the ranks of this rendezvous use
+    rank: int  # this rank
+    hosts: list[str]  # the host of each rank
+    interface: str | None  # the network interface that leads to the other ranks, if it is known
     launcher: str  # its name for the message of init()
     secret: Secret | None = field(default=None, repr=False)  # by which the ranks were authenticated
 
@@ -73,16 +69,19 @@ def rendezvous_at_url(launcher: Launcher, timeout: float) -> Rendezvous:
 
 
 def _rendezvous_at(url: str, launcher: Launcher, size: int, deadline: float) -> Rendezvous:
+    # 1. The secret of the ranks, which depends on where they meet.
     interface, advice = None, ""
     scheme, _, place = url.partition("://")
     name, port = ("", 0) if scheme == "file" else split_address(place)
     secret = (received() if launcher.name == "spawn" else None) or choose(None if scheme == "file" else name)
+    # 2. The store: a file, or a server of rank 0 or of torchrun.
     if scheme == "file":
         path = urlsplit(url).path
         _check_file(path)
         store: dist.Store = dist.FileStore(path, size)
     else:
-        if launcher.rank == 0 and not _torchrun_serves(launcher):
+        torchrun_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and launcher.name == "torchrun"
+        if launcher.rank == 0 and not torchrun_serves:
             _serve(name, port)
             advice = _advice(name)
         try:
@@ -90,20 +89,17 @@ def _rendezvous_at(url: str, launcher: Launcher, size: int, deadline: float) -> 
         except TimeoutError as error:
             raise TimeoutError(f"{error}{advice}") from error
         interface = interface_of(address_towards(address, port))
+    # 3. The handshake: a store is also used by other attempts and groups.
     try:
         attempt, hosts = handshake(dist.PrefixStore("dist_prims", store), launcher.rank, size, deadline, secret, _GROUP)
     except TimeoutError as error:
         raise TimeoutError(f"{error}{advice if is_loopback(name) else ''}") from error
-    found = dist.PrefixStore(f"dist_prims/{attempt}", store)
-    return Rendezvous(found, launcher.rank, hosts, interface, launcher.name, secret)
-
-
-def _torchrun_serves(launcher: Launcher) -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and launcher.name == "torchrun"
+    own_store = dist.PrefixStore(f"dist_prims/{attempt}", store)
+    return Rendezvous(own_store, launcher.rank, hosts, interface, launcher.name, secret)
 
 
 def _serve(name: str, port: int) -> None:
-    """Serve the store at a name of this host: on the loopback interface alone, if the name stands for it everywhere."""
+    """Serve the store at a name of this host: at the loopback address only if the name is a loopback address."""
     try:
         served_store((LOOPBACK if name == "localhost" else name) if is_loopback(name) else "", port)
     except OSError as error:
@@ -111,17 +107,17 @@ def _serve(name: str, port: int) -> None:
 
 
 def _advice(name: str) -> str:
-    """What rank 0 says about its address if no other rank comes, or it does not find its own store there."""
+    """The advice of rank 0 about its address if no other rank comes, or if it does not find its own store there."""
     if is_loopback(name):
         return f"; ranks on other hosts cannot connect to {name}, the loopback address of each host; {_REMEDY}"
-    own = ", ".join(each for each in interface_addresses() if not is_loopback(each))
+    own = ", ".join(address for address in interface_addresses() if not is_loopback(address))
     return f"; rank 0 serves the store on a host with the addresses {own}, and {name} must lead there"
 
 
 def _open_store(name: str, port: int, size: int, deadline: float) -> tuple[str, dist.Store]:
     """Connect to the store, which another process may begin to serve later. Return its address, and the store.
 
-    TimeoutError tells why there was no store.
+    ``size``: the number of ranks. TimeoutError gives the reason of the last attempt.
     """
     while True:
         problems, addresses = [], dict[str, str]()
@@ -144,18 +140,18 @@ def _open_store(name: str, port: int, size: int, deadline: float) -> tuple[str, 
 
 
 def _resolve(name: str, port: int) -> dict[str, str]:
-    """Return the addresses to which to connect, and those for which the name stands. torch would ask at each attempt.
+    """Return the addresses to which to connect, each with the address for which the name stands on this host.
 
-    The name of this host may stand for a loopback address on this host only. The secret of the ranks depends on whether
-    they meet at a loopback address, so an address of an interface replaces it.
+    The two differ for the name of this host itself, which may stand for a loopback address here. The secret of the
+    ranks depends on whether they meet at a loopback address, so an address of an interface replaces that address.
     """
     if name == "localhost":
         return {LOOPBACK: LOOPBACK}
-    found = [str(each[4][0]) for each in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)]
-    others = [each for each in interface_addresses() if not is_loopback(each)]
-    if is_loopback(name) or not others:
-        return {each: each for each in found}
-    return {others[0] if is_loopback(each) else each: each for each in found}
+    resolved = [str(info[4][0]) for info in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)]
+    outside = [address for address in interface_addresses() if not is_loopback(address)]
+    if is_loopback(name) or not outside:
+        return {address: address for address in resolved}
+    return {outside[0] if is_loopback(address) else address: address for address in resolved}
 
 
 def _check_file(path: str) -> None:
