@@ -47,40 +47,16 @@ if TYPE_CHECKING:  # the same names as in _HOME, for editors and type checkers
 
 __version__ = "0.2.0"
 
-_HOME = {
-    "all_gather": "collectives",
-    "all_reduce": "collectives",
-    "all_to_all": "collectives",
-    "average_gradients": "training",
-    "BackendOptions": "backend",
-    "barrier": "collectives",
-    "broadcast": "collectives",
-    "CommError": "errors",
-    "CommInterruptedError": "errors",
-    "CommTimeoutError": "errors",
-    "DataPartitioner": "training",
-    "empty": "backend",
-    "gather": "collectives",
-    "GradientAverager": "training",
-    "grow": "repair",
-    "init": "launch",
-    "join": "repair",
-    "LeftOutError": "errors",
-    "MismatchError": "errors",
-    "partition_dataset": "training",
-    "PeerDiedError": "errors",
-    "PeerLeftError": "errors",
-    "Pipeline": "training",
-    "RankFailedError": "launch",
-    "reduce": "collectives",
-    "reduce_scatter": "collectives",
-    "scan": "collectives",
-    "scatter": "collectives",
-    "ShardedSampler": "training",
-    "shrink": "repair",
-    "spawn": "launch",
-    "trace": "tracing",
+_NAMES = {  # the public names of each module
+    "backend": "BackendOptions empty",
+    "collectives": "all_gather all_reduce all_to_all barrier broadcast gather reduce reduce_scatter scan scatter",
+    "errors": "CommError CommInterruptedError CommTimeoutError LeftOutError MismatchError PeerDiedError PeerLeftError",
+    "launch": "RankFailedError init spawn",
+    "repair": "grow join shrink",
+    "tracing": "trace",
+    "training": "DataPartitioner GradientAverager Pipeline ShardedSampler average_gradients partition_dataset",
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 _PACKAGES = {"datasets", "errors", "models", "ops", "parallel", "repair", "schedules", "training"}
 
 __all__ = ["__version__", *_HOME]
@@ -92,7 +68,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'dist_prims' has no attribute {name!r}")
     try:
-        found = getattr(importlib.import_module(f"dist_prims.{_HOME[name]}"), name)
+        value = getattr(importlib.import_module(f"dist_prims.{_HOME[name]}"), name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -100,8 +76,8 @@ def __getattr__(name: str) -> Any:
             f"dist_prims.{name} needs torch 2.11 or later: pip install torch; dist_prims.schedules works without it",
             name="torch",
         ) from None
-    globals()[name] = found  # so that the next use does not come here
-    return found
+    globals()[name] = value  # so that the next use does not come here
+    return value
 
 
 def __dir__() -> list[str]:

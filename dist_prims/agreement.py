@@ -1,4 +1,4 @@
-"""Agreement of the ranks: all ranks give the same and go on, or every rank raises.
+"""Agreement of the ranks: all ranks give the same value and go on, or every rank raises.
 
 Before a rank sends bulky data, it sends a small description of its call, or of the error that keeps it from making the
 call. So no rank waits for data that will not come, and no rank adds data of another meaning to its own:
@@ -7,8 +7,8 @@ call. So no rank waits for data that will not come, and no rank adds data of ano
 - A rank that failed: that rank raises its own error; the others raise MismatchError, which names the rank, the
   operation and the text of the error.
 
-Three verbs: :func:`gather_values`, :func:`check_same` (or :func:`check_lists` of what was gathered), and
-:func:`broadcast_value`. Values travel as JSON (plain_values.py), in one collective, or two for long ones; no pickle.
+The functions are :func:`gather_values`, :func:`check_same` (or :func:`check_lists` of gathered values), and
+:func:`broadcast_value`. Values travel as JSON (plain_values.py), no pickle, in one collective, or two for a long value.
 """
 
 from __future__ import annotations
@@ -32,19 +32,24 @@ _LENGTH, _FITS = 8, 504  # bytes of a row of gather_values: the length of a valu
 
 
 def check_same(text: str, remedy: str, group: dist.ProcessGroup | None, failure: Exception | None = None) -> None:
-    """Return when every rank gives the same text and none gives a ``failure``; otherwise raise on every rank.
+    """Return when every rank gives the same ``text`` and none gives a ``failure``; otherwise raise on every rank.
+
+    ``text`` describes the call of this rank, and ``remedy`` is a sentence for the error. Every rank calls this.
 
     >>> check_same("step 8", "Make the same number of steps on every rank", None)
     """
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group in which it begins: {text}")
-    check_lists("", [[each] for each in gather_values(text, group, text, failure)], remedy, group)
+    check_lists("", [[of_rank] for of_rank in gather_values(text, group, text, failure)], remedy, group)
 
 
 def check_lists(
     operation: str, lists: Iterable[Sequence[object] | None], remedy: str, group: dist.ProcessGroup | None
 ) -> None:
-    """Raise MismatchError if the lists of two ranks differ, with the first items that do; None: a rank has no list."""
+    """Raise MismatchError with the first items that differ if the lists of two ranks do.
+
+    ``lists`` has the list of each rank, or None for a rank without a list; it must be the same on all ranks.
+    """
     if found := first_difference(enumerate(lists)):
         raise MismatchError(
             f"rank {dist.get_rank(group)}: {operation and f'{operation}: '}ranks disagree, no data was touched. "
@@ -94,8 +99,10 @@ def first_difference(numbered: Iterable[tuple[int, Sequence[object] | None]]) ->
 def gather_values(
     value: T, group: dist.ProcessGroup | None, operation: str = "gather", failure: Exception | None = None
 ) -> list[T]:
-    """The ``value`` of each rank, which must be plain (see plain_values.py); every rank raises if one gives a
-    ``failure`` of the ``operation``, or a value that is not plain. It is also a barrier.
+    """Return the ``value`` of each rank, which must be plain (see plain_values.py).
+
+    Every rank calls this, and it is a barrier. Every rank raises if one gives a ``failure`` of the ``operation``, or a
+    value that is not plain.
 
     >>> gather_values(3, None)
     [3]
@@ -104,9 +111,9 @@ def gather_values(
         check_failures(operation, failure, (), group)
         return [value]
     text, failure = _text_or_failure(value, failure)
-    found = [from_text(text) for text in _gather_texts(text, group)]
-    check_failures(operation, failure, [text for _, text in found], group)
-    return [each for each, _ in found]
+    pairs = [from_text(of_rank) for of_rank in _gather_texts(text, group)]  # value and text of the failure
+    check_failures(operation, failure, [text_of_failure for _, text_of_failure in pairs], group)
+    return [value_of_rank for value_of_rank, _ in pairs]
 
 
 def broadcast_value(value: T, source: int, group: dist.ProcessGroup | None) -> T:
@@ -125,7 +132,7 @@ def broadcast_value(value: T, source: int, group: dist.ProcessGroup | None) -> T
 
 
 def _text_or_failure(value: Any, failure: Exception | None = None) -> tuple[str, Exception | None]:
-    """The text of (value, text of the failure), and the failure, also where a value is not plain."""
+    """The pair (value, text of the failure) as text, and the failure: the given one, or that the value is not plain."""
     try:
         return to_text((value if failure is None else None, failure_text(failure))), failure
     except TypeError as error:
@@ -133,19 +140,20 @@ def _text_or_failure(value: Any, failure: Exception | None = None) -> tuple[str,
 
 
 def _gather_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
-    """The text of each rank, of ASCII. The first row of a rank has the length and as much as fits, the second all."""
+    """The text of each rank; all are ASCII."""
     data, device = text.encode("ascii"), message_device(group)
-    first, work = gather_rows(
-        _bytes_of(len(data).to_bytes(_LENGTH, "little") + data[:_FITS], _LENGTH + _FITS, device), group
-    )
+    # 1. Each rank sends the length of its text, and as much of the text as fits.
+    row = _bytes_of(len(data).to_bytes(_LENGTH, "little") + data[:_FITS], _LENGTH + _FITS, device)
+    first, work = gather_rows(row, group)
     work.wait()
     rows = [bytes(row) for row in first.tolist()]
     lengths = [int.from_bytes(row[:_LENGTH], "little") for row in rows]
     if max(lengths) <= _FITS:
         return [row[_LENGTH : _LENGTH + length].decode() for row, length in zip(rows, lengths, strict=True)]
-    every, work = gather_rows(_bytes_of(data, max(lengths), device), group)
+    # 2. If a text did not fit, each rank sends the whole text.
+    whole, work = gather_rows(_bytes_of(data, max(lengths), device), group)
     work.wait()
-    return [bytes(row[:length].tolist()).decode() for row, length in zip(every, lengths, strict=True)]
+    return [bytes(text[:length].tolist()).decode() for text, length in zip(whole, lengths, strict=True)]
 
 
 def _bytes_of(data: bytes, width: int, device: torch.device) -> torch.Tensor:
@@ -153,7 +161,7 @@ def _bytes_of(data: bytes, width: int, device: torch.device) -> torch.Tensor:
 
 
 def gather_rows(mine: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, Any]:
-    """Begin to gather a flat tensor of every rank; row r is the tensor of rank r, once the work has been waited for.
+    """Start to gather a flat tensor of every rank. Return the rows and the work to wait for: row r is from rank r.
 
     >>> rows, work = gather_rows(torch.tensor([1, 2], dtype=torch.uint8), None)
     >>> work.wait(), rows.tolist()

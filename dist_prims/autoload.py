@@ -23,13 +23,7 @@ __all__: list[str] = []
 
 
 def register() -> None:
-    """Register the backend and the rendezvous handlers. Further calls have no effect.
-
-    >>> register()
-    >>> import torch.distributed as dist
-    >>> NAME in dist.Backend.backend_list
-    True
-    """
+    """Register the backend and the rendezvous handlers. Further calls have no effect."""
     import torch.distributed as dist  # in sys.modules already when torch calls this function
 
     devices = ["cpu", "cuda"] if dist.is_available() and dist.is_nccl_available() else ["cpu"]
@@ -40,12 +34,9 @@ def register() -> None:
 
 
 def prepare(backend: str | None) -> str:
-    """Return the name of the backend, without one the default; compile the adapter if this backend has none yet.
+    """Return the name of the backend, by default the default backend; compile its adapter if there is none yet.
 
-    To be called before ranks are started, because their start has a deadline.
-
-    >>> prepare("gloo")
-    'gloo'
+    Call this before ranks are started, because their start has a deadline.
     """
     backend = backend or default_backend()
     if NAME in stand_in.own_name(backend):
@@ -56,9 +47,9 @@ def prepare(backend: str | None) -> str:
 
 
 def default_backend(announces: bool = True) -> str:
-    """The backend of a program that names none: this one, with NCCL for CUDA tensors where CUDA is.
+    """The backend of a program that names none: dist_prims, with NCCL for CUDA tensors if CUDA is available.
 
-    It is gloo where the adapter cannot be had; ``announces`` prints the reason.
+    Without the compiled adapter it is gloo instead of dist_prims; ``announces`` prints the reason.
 
     >>> import torch
     >>> default_backend() == ("cpu:dist_prims,cuda:nccl" if torch.cuda.device_count() else "dist_prims")
@@ -81,6 +72,7 @@ def default_backend(announces: bool = True) -> str:
 
 
 def _create(options: Any, given: Any) -> Any:
+    """Create the backend of a group for torch; see ``backend/create.py``."""
     from .backend.create import make
     from .backend.origin import Repairs
     from .repair import reconfigure_handle, reconfigured_backend, shrink_backend  # they must need no descriptor later
@@ -92,8 +84,8 @@ def _create(options: Any, given: Any) -> Any:
 def _register_rendezvous_handlers() -> None:
     """Let ``init_process_group`` find the ranks of a launcher without an address.
 
-    Without ``init_method`` the rendezvous of ``dist_prims.init`` is used. With ``init_method="mpi://"`` it uses MPI
-    only. Where RANK or WORLD_SIZE is set, or the caller provides rank, size and address, torch's own handler runs.
+    Without ``init_method`` it uses the rendezvous of ``dist_prims.init``, with ``init_method="mpi://"`` MPI only. If
+    RANK or WORLD_SIZE is set, or the caller provides rank, size and address, torch's own handler runs.
     """
     from .torch_compat import rendezvous_handlers
 
@@ -118,8 +110,11 @@ def _register_rendezvous_handlers() -> None:
 
 
 def _is_complete(url: str) -> bool:
-    """Whether torch has its parameters: rank or size in the environment, or the address there and both in the URL."""
+    """Whether torch's own handler has what it needs.
+
+    That is rank or size in the environment, or the address in the environment and both numbers in the URL.
+    """
     query = dict(parse_qsl(urlsplit(url).query))
-    given = all(query.get(name, "-1") != "-1" for name in ("rank", "world_size"))
-    address = all(name in os.environ for name in ("MASTER_ADDR", "MASTER_PORT"))
-    return "RANK" in os.environ or "WORLD_SIZE" in os.environ or (given and address)
+    has_numbers = all(query.get(name, "-1") != "-1" for name in ("rank", "world_size"))
+    has_address = all(name in os.environ for name in ("MASTER_ADDR", "MASTER_PORT"))
+    return "RANK" in os.environ or "WORLD_SIZE" in os.environ or (has_numbers and has_address)

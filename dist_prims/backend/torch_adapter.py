@@ -57,11 +57,7 @@ def ensure() -> None:
 
 
 def describe() -> str:
-    """The adapter of this process and why it is taken, or why there is none. Compiles nothing.
-
-    >>> describe().startswith("yes, by the adapter")
-    True
-    """
+    """The adapter of this process and why it is taken, or why there is none. Compiles nothing."""
     for library in (core(), _adapter_library()):
         if not library.exists():
             return f"not yet, without {library.title}; {library.status()}"

@@ -72,12 +72,7 @@ class MeasurementFile:
     command: str
 
     def file(self) -> Path | None:
-        """Return the file in the variable, else the user's for this type of machine; None without a home folder.
-
-        >>> file = TUNING.file()
-        >>> file is None or file.suffix == ".json"
-        True
-        """
+        """Return the file in the variable, else the user's for this type of machine; None without a home folder."""
         if named := os.environ.get(self.variable):
             return Path(named)
         name = re.sub(r"[^a-z0-9]+", "-", machine().lower())[:120]

@@ -59,21 +59,14 @@ class Call:
         options: the arguments that every collective takes.
         op: the reduction, if the collective reduces.
         root: the root as a rank of the default group, if the collective has a root.
-
-    After :meth:`with_data`:
-
-    - ``blocks``: the number of elements of each block. A schedule splits a block evenly into chunks.
-    - ``source``, ``target``: a flat tensor for each block, or None where this rank has no input or no output.
-    - ``common``: the lengths on which all ranks must agree: their number, and each value.
-    - ``even``: whether all blocks have the same length.
-    - ``after``: functions to call, in this order, when the collective has completed.
     """
 
-    blocks: Sequence[int]
-    source: Blocks
-    target: Blocks
-    common: Sequence[int]
-    even: bool
+    # Set by with_data():
+    blocks: Sequence[int]  # the number of elements of each block; a schedule splits a block evenly into chunks
+    source: Blocks  # the input: a flat tensor for each block, or None where this rank has no input
+    target: Blocks  # the output, in the same way
+    common: Sequence[int]  # the lengths on which all ranks must agree: their number, and each value
+    even: bool  # whether all blocks have the same length
 
     def __init__(
         self,
@@ -92,7 +85,7 @@ class Call:
         reduction = op_named(op, self.title) if isinstance(op, str) else op
         self.op = None if reduction is None else plain(reduction)
         self._factor = None if reduction is None else factor_of(reduction, self.title)
-        self.after: list[Callable[[], object]] = []
+        self.after: list[Callable[[], object]] = []  # to be called, in this order, when the collective has completed
         self.check(isinstance(like, torch.Tensor), f"a tensor is needed, not {type(like).__name__}")
         self.like = like
         self.check(not like.is_sparse, "sparse tensors cannot be cut into chunks; call .to_dense() first")
@@ -210,7 +203,7 @@ class Call:
     def with_data(
         self, blocks: Sequence[int], source: Blocks, target: Blocks, common: Sequence[int], even: bool = True
     ) -> Call:
-        """Set where the data is; the class describes the arguments. Return the call, which is then complete."""
+        """Set the attributes of these names. Return the call, which is then complete."""
         self.check(self.options.segment_bytes >= 0, f"segment_bytes={self.options.segment_bytes} is negative")
         self.blocks, self.source, self.target, self.common, self.even = blocks, source, target, common, even
         return self

@@ -51,6 +51,8 @@ _TENSOR_RELEASE_TIME = 0.1  # seconds
 
 @dataclass(frozen=True)
 class _Joined:
+    """The group that init() has joined, and the arguments with which a further call must agree."""
+
     group: Any
     placement: Placement
     arguments: dict[str, Any]
@@ -79,34 +81,33 @@ def init(
     ``init_method`` is "env://", "tcp://host:port" or "file:///path"; by default the launcher determines the rendezvous.
     Variables that indicate several ranks and belong to no known launcher are an error. ``backend`` is by default
     "dist_prims", with NCCL for CUDA tensors if CUDA is available; where its library cannot be had, "gloo", and a line
-    says why. All ranks need the same. ``timeout`` limits the rendezvous and each collective, by default to 5 minutes.
+    says why. All ranks need the same backend. ``timeout``, in seconds or as a timedelta, limits the rendezvous and each
+    collective, by default to 5 minutes.
 
     Rank 0 prints one line about launcher, hosts and backend on stderr, unless ``DIST_PRIMS_QUIET=1``. A group on one
     host uses the loopback interface: ``init()`` sets ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` unless they are
     set. The group is destroyed when the process exits.
     """
     global _joined
-    requested = {
-        "backend": backend,
-        "timeout": timeout,
-        "init_method": init_method,
-        "rank": rank,
-        "world_size": world_size,
-    }
+    # 1. A group exists already: it must be the requested one.
+    requested: dict[str, Any] = {"backend": backend, "timeout": timeout, "init_method": init_method}
+    requested.update(rank=rank, world_size=world_size)
     if dist.is_initialized():
         _joined = _existing_group(requested)
         return _joined.placement
     if init_method is None and (rank is not None or world_size is not None):
         raise ValueError(f"init: rank={rank} and world_size={world_size} have no effect without init_method=")
+    # 2. The rendezvous, after which this rank knows the hosts of all ranks.
     register()
     launcher = from_url(init_method, rank, world_size) if init_method else detect()
     seconds = _seconds(_FIVE_MINUTES if timeout is None else timeout)
-    found = rendezvous_of(launcher, seconds)
-    placement = Placement.of(found.rank, found.hosts)
-    backend = _agreed_backend(backend, placement, found)
+    rendezvous = rendezvous_of(launcher, seconds)
+    placement = Placement.of(rendezvous.rank, rendezvous.hosts)
+    # 3. The group, which is destroyed at exit.
+    backend = _agreed_backend(backend, placement, rendezvous)
     dist.init_process_group(
         backend,
-        store=found.store,
+        store=rendezvous.store,
         rank=placement.rank,
         world_size=placement.size,
         timeout=timedelta(seconds=seconds),
@@ -117,15 +118,15 @@ def init(
     _joined = _Joined(dist.group.WORLD, placement, {**known, "init_method": init_method})
     atexit.unregister(_destroy)
     atexit.register(_destroy)
-    _announce(placement, launcher, found, backend)
+    _announce(placement, launcher, rendezvous, backend)
     return placement
 
 
-def _agreed_backend(backend: str | None, placement: Placement, found: Rendezvous) -> str:
-    """Return the backend of all ranks; RuntimeError if two have unlike ones, because they would wait for each other."""
+def _agreed_backend(backend: str | None, placement: Placement, rendezvous: Rendezvous) -> str:
+    """Return the backend of all ranks; RuntimeError if two ranks differ, because they would wait for each other."""
     backend = backend or default_backend(announces=placement.local_rank == 0)
-    found.store.set(f"backend/{placement.rank}", backend)
-    backends = values_of_ranks(found.store, placement.rank, "backend", placement.size)
+    rendezvous.store.set(f"backend/{placement.rank}", backend)
+    backends = values_of_ranks(rendezvous.store, placement.rank, "backend", placement.size)
     for rank, other in enumerate(backends):
         if other != backends[0]:
             raise RuntimeError(
@@ -136,18 +137,21 @@ def _agreed_backend(backend: str | None, placement: Placement, found: Rendezvous
 
 
 def _existing_group(requested: dict[str, Any]) -> _Joined:
-    """Return the default group, which the program may have created itself, if it has the requested arguments."""
+    """Return the default group, which the program may have created itself; ValueError if other arguments are requested.
+
+    Every rank must call this for a group that the program has created: the ranks gather their hosts.
+    """
     before = _joined
     if before is None or before.group is not dist.group.WORLD:
         hosts = gather_values(host_id(), dist.group.WORLD)
         known = {"backend": dist.get_backend(), "rank": dist.get_rank(), "world_size": dist.get_world_size()}
         before = _Joined(dist.group.WORLD, Placement.of(dist.get_rank(), hosts), known)
     for name, value in requested.items():
-        wanted = _seconds(value) if name == "timeout" and value is not None else value
-        if wanted is not None and wanted != before.arguments.get(name, wanted):
+        argument = _seconds(value) if name == "timeout" and value is not None else value
+        if argument is not None and argument != before.arguments.get(name, argument):
             raise ValueError(
                 f"init: this process has joined a group with {name}={before.arguments[name]!r} and cannot join "
-                f"one with {name}={wanted!r}; call torch.distributed.destroy_process_group() between the two calls"
+                f"one with {name}={argument!r}; call torch.distributed.destroy_process_group() between the two calls"
             )
     return before
 
@@ -159,16 +163,17 @@ def _seconds(timeout: float | timedelta) -> float:
     return seconds
 
 
-def _announce(placement: Placement, launcher: Launcher, found: Rendezvous, backend: str) -> None:
+def _announce(placement: Placement, launcher: Launcher, rendezvous: Rendezvous, backend: str) -> None:
+    """Print the line of rank 0 about launcher, hosts, backend and authentication."""
     if placement.rank != 0 or launcher.name == "spawn" or os.environ.get("DIST_PRIMS_QUIET") == "1":
         return
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "the default interface")
     where = "loopback" if interface == loopback_interface() else interface
     ranks, hosts = _count(placement.size, "rank"), _count(len(placement.hosts), "host")
-    is_open = placement.size > 1 and found.secret is None and not (launcher.url or "").startswith("file:")
+    is_open = placement.size > 1 and rendezvous.secret is None and not (launcher.url or "").startswith("file:")
     trust = f"; the ranks are not authenticated, {REMEDY}" if is_open else ""
     print(
-        f"dist_prims: {ranks} on {hosts} by {found.launcher}, {backend} over {where}{trust}",
+        f"dist_prims: {ranks} on {hosts} by {rendezvous.launcher}, {backend} over {where}{trust}",
         file=sys.stderr,
         flush=True,
     )

@@ -80,7 +80,7 @@ def _for_a_fresh_interpreter(call: _Call, by_name: bool) -> bytes:
         if by_name:
             return bytes(ForkingPickler.dumps(call))
     except (AttributeError, TypeError, pickle.PicklingError):
-        pass  # a lambda, for example, which can be sent by value
+        pass  # a lambda, for example, has no name to import, and is sent by value below
     try:
         return _by_value(call)
     except Exception as error:
@@ -103,7 +103,7 @@ def _by_value(call: Any) -> bytes:
 
 
 def packed(value: Any) -> bytes:
-    """Serialize a result or an error for the parent, by value where the parent cannot import the type."""
+    """Serialize a result or an error for the parent; by value if the parent cannot import its type."""
     try:
         return pickle.dumps(value)
     except (AttributeError, TypeError, pickle.PicklingError):

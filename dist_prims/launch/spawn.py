@@ -74,7 +74,8 @@ def spawn(
     for name, seconds in (("start_timeout", start_timeout), ("timeout", timeout)):
         if seconds is not None and not seconds > 0:
             raise ValueError(f"spawn: {name} is {seconds} s; give a positive time")
-    method = start_method or _safe_start_method()
+    is_fork_safe = not (torch.cuda.is_initialized() or dist.is_initialized())
+    method = start_method or ("fork" if is_fork_safe else "spawn")
     if method not in ("fork", "spawn"):
         raise ValueError(f"spawn: start_method is {method!r}; choose 'fork' or 'spawn'")
     prepared = prepare(backend) if backend or init else None
@@ -83,8 +84,3 @@ def spawn(
         results = processes.results()
         processes.finish()
     return results
-
-
-def _safe_start_method() -> str:
-    in_use = torch.cuda.is_initialized() or dist.is_initialized()
-    return "spawn" if in_use else "fork"

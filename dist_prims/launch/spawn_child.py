@@ -34,26 +34,26 @@ from .payload import Payload, packed, unpacked
 __all__: list[str] = []
 
 STARTED, RETURNED, RAISED = 0, 1, 2
-NOTICE = struct.Struct("=iiq")  # rank, one of these kinds, time in ns; smaller than PIPE_BUF, so that a write is atomic
+NOTICE = struct.Struct("=iiq")  # rank, kind (as above), time in ns; smaller than PIPE_BUF, so that a write is atomic
 SHOW_STACK = signal.SIGRTMIN  # SIGUSR1 is used by batch systems
 
 
 @dataclass(frozen=True)
 class RankSpec:
-    """The parameters of a rank, as plain data that can also be sent to a fresh interpreter."""
+    """The parameters of a rank, as plain data that can also be sent to a fresh interpreter. Paths are texts."""
 
     rank: int
     size: int
     backend: str | None  # of the group; None: the rank joins none
     timeout: float | None  # of the group
-    parent: int
-    secret: Secret
-    store: str
-    notices: str
+    parent: int  # the id of the parent's process
+    secret: Secret  # of the ranks
+    store: str  # the file at which the ranks meet
+    notices: str  # the pipe for the notices of all ranks
     exit_pipe: str  # the rank exits after it has read a byte from this pipe
-    report: str
-    stack: str
-    streams: tuple[str, ...]  # stdout and stderr
+    report: str  # the file for the result or the error
+    stack: str  # the file for the stack, after SHOW_STACK
+    streams: tuple[str, ...]  # the pipes for stdout and stderr
     interactive: tuple[bool, ...]  # whether they are shown to a user at once
     collects_garbage: bool  # whether garbage collection is enabled
 
@@ -82,7 +82,8 @@ def rank_main(spec: RankSpec, payload: Payload) -> NoReturn:
         _report(spec, kind, when, report)
         if kind == RETURNED:
             _leave_groups()
-        _wait_for_all(spec)
+        with open(spec.exit_pipe, "rb", buffering=0) as pipe:
+            pipe.read(1)  # the parent has the reports of all ranks
         if dist.is_initialized():
             dist.destroy_process_group()
         status = 0
@@ -120,6 +121,7 @@ def _set_up(spec: RankSpec) -> None:
 
 
 def _outcome(spec: RankSpec, payload: Payload) -> tuple[int, int, bytes]:
+    """Join the group and run the function. Return the kind of the notice, the time of a failure, and the report."""
     try:
         fn, args = payload.open()
         if spec.backend:
@@ -133,7 +135,7 @@ def _outcome(spec: RankSpec, payload: Payload) -> tuple[int, int, bytes]:
 def _pickled_error(error: BaseException) -> bytes:
     frames = error.__traceback__ and error.__traceback__.tb_next  # without the frame of this module
     text = "".join(traceback.format_exception(type(error), error, frames))
-    try:
+    try:  # the exception itself is sent only if the parent can make it again
         cause = packed(error)
         unpacked(cause)  # many exceptions can be pickled but not unpickled
     except Exception:
@@ -155,15 +157,10 @@ def _notify(spec: RankSpec, kind: int, when: int) -> None:
 
 
 def _leave_groups() -> None:
-    """Leave the groups of the backend, as a program does that ends well: a rank that waits for this one raises at once.
+    """Leave the groups of the backend, as at the end of a program: a rank that waits for this one raises at once.
 
-    What this rank has sent still arrives. A group of gloo stays until all ranks have returned: gloo resets its
-    connections when it ends, which loses what is under way.
+    Messages that this rank has sent still arrive. A group of gloo stays until all ranks have returned, because gloo
+    resets its connections when it ends, and messages would be lost.
     """
     if adapter := sys.modules.get("dist_prims._backend"):
         adapter.run_exit_actions()
-
-
-def _wait_for_all(spec: RankSpec) -> None:
-    with open(spec.exit_pipe, "rb", buffering=0) as pipe:
-        pipe.read(1)

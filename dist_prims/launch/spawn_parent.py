@@ -61,6 +61,7 @@ class RankProcesses:
     def __init__(
         self, size: int, start_timeout: float, timeout: float | None, prefix: bool | None, min_ranks: int
     ) -> None:
+        """The parameters are those of :func:`dist_prims.spawn`; ``size`` is the number of ranks."""
         self.start_timeout, self.timeout, self.min_ranks = start_timeout, timeout, min_ranks
         self.store = _anonymous_file("store")
         self.notices, self.notices_end = os.pipe()
@@ -119,11 +120,18 @@ class RankProcesses:
         """Let the ranks destroy their group and exit. Return when all have exited."""
         os.write(self.exit_pipe_end, bytes(len(self.ranks)))
         deadline = time.monotonic() + self.start_timeout
-        given = f"start_timeout={self.start_timeout:g}"
-        self._watch(lambda rank: rank.exitcode == 0, "destroying their group", deadline, given)
+        limit = f"start_timeout={self.start_timeout:g}"
+        self._watch(lambda rank: rank.exitcode == 0, "destroying their group", deadline, limit)
 
-    def _watch(self, done: Callable[["_Rank"], bool], activity: str, deadline: float | None, given: str) -> None:
-        # Each round: wait for a notice, an end or an output of any rank; pass outputs on; raise the first failure.
+    def _watch(self, done: Callable[["_Rank"], bool], activity: str, deadline: float | None, limit: str) -> None:
+        """Wait until all ranks are done or lost; forward their output; raise the first failure.
+
+        Args:
+            done: whether a rank has completed the activity.
+            activity: what the ranks do, for the error.
+            deadline: on the clock of time.monotonic(), or None.
+            limit: the option of spawn that sets the deadline, for the error.
+        """
         outputs = {output.descriptor: output for rank in self.ranks for output in rank.outputs}
         while busy := [rank for rank in self.ranks if not (rank.is_lost or done(rank))]:
             left_ranks = [rank for rank in self.ranks if not rank.is_lost]
@@ -131,7 +139,7 @@ class RankProcesses:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             ready = wait([self.notices, *watched, *outputs], left)
             if not ready or left == 0:
-                raise TimeoutError(self._timeout_text(busy, activity, given))
+                raise TimeoutError(self._timeout_text(busy, activity, limit))
             for descriptor in ready:
                 if descriptor in outputs:
                     outputs[descriptor].forward()
@@ -144,11 +152,11 @@ class RankProcesses:
             self.ranks[number].kind, self.ranks[number].when = kind, when
 
     def _raise_first_failure(self) -> None:
-        """Raise the first failure. A death has precedence over an exception, of which it is the likely cause."""
+        """Raise the first failure, if there is one. A death comes before an exception, which it has probably caused."""
         # 1. Ranks that have died or raised. A rank may have sent its notice just before it ended, so look twice.
         ended = [rank for rank in self.ranks if rank.has_died()]
         if ended:
-            self._read_notices()  # those that the ranks had sent before they ended
+            self._read_notices()
         raised = sorted((rank for rank in self.ranks if rank.kind == RAISED), key=lambda rank: rank.when)
         ended = [rank for rank in ended if rank.has_died()]
         # 2. If all have started and ``min_ranks`` are left, the others go on after a death.
@@ -158,12 +166,12 @@ class RankProcesses:
                 rank.is_lost = True
             return
         # 3. Otherwise the call fails with the first failure, and lists the others.
-        failed = ended + raised
-        if failed:
+        if failed := ended + raised:
             first, *others = failed
             raise first.failure([other.failure_text() for other in others])
 
-    def _timeout_text(self, busy: list["_Rank"], activity: str, given: str) -> str:
+    def _timeout_text(self, busy: list["_Rank"], activity: str, limit: str) -> str:
+        """The error at a deadline, with the stacks of the ``busy`` ranks, which a signal makes them write."""
         for rank in busy:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(rank.pidfd, SHOW_STACK)
@@ -183,7 +191,7 @@ class RankProcesses:
             else ""
         )
         return (
-            f"spawn: with {given} s these of {len(self.ranks)} ranks were still {activity}: {numbers}{others}. "
+            f"spawn: with {limit} s these of {len(self.ranks)} ranks were still {activity}: {numbers}{others}. "
             f"Give a longer time if they need it\n{stacks}"
         )
 
@@ -201,8 +209,8 @@ class _Rank:
             for name in ("stdout", "stderr")
         ]
         self.kind: int | None = None  # of its last notice: STARTED, then RETURNED or RAISED
-        self.when = 0
-        self.is_lost = False  # it has died, which is accepted
+        self.when = 0  # the time in its last notice, in ns
+        self.is_lost = False  # whether it has died, and the others go on without it
 
     def start(self, process: BaseProcess) -> None:
         with warnings.catch_warnings():  # Python 3.12 warns of a fork with threads, for which rank_main is made
@@ -229,8 +237,8 @@ class _Rank:
     def failure(self, others: list[str]) -> RankFailedError:
         """The error that the parent raises. ``others`` are the texts of later failures."""
         cause, text = self._exception() if self.kind == RAISED else (None, "")
-        own = f"rank {self.number} raised\n\n{text}" if text else self.failure_text()
-        failure = RankFailedError("\n".join([own, *(f"Afterwards {other}" for other in others)]), self.number)
+        this_rank = f"rank {self.number} raised\n\n{text}" if text else self.failure_text()
+        failure = RankFailedError("\n".join([this_rank, *(f"Afterwards {other}" for other in others)]), self.number)
         failure.__cause__ = cause
         return failure
 
@@ -239,12 +247,14 @@ class _Rank:
         if self.kind == RAISED:
             return f"rank {self.number} raised {self._exception()[1].strip().splitlines()[-1]}"
         code = self.exitcode or 0
-        manner = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
+        signal_name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        manner = f"was killed by {signal_name}" if code < 0 else f"exited with status {code}"
         moments = {None: "before its function began", RETURNED: "while it destroyed its group"}
         moment = moments.get(self.kind, "before its function returned")
         return f"rank {self.number} {manner} {moment}"
 
     def _exception(self) -> tuple[BaseException | None, str]:
+        """The exception of the rank, if it can be made here, and its traceback."""
         cause, text = unpacked(_content(self.report))
         try:
             return unpacked(cause) if cause else None, text
@@ -272,7 +282,7 @@ class _Rank:
 
 @contextlib.contextmanager
 def _garbage_collection_disabled() -> Iterator[bool]:
-    """Context of a fork, without garbage collection: the rank would destroy objects of the parent.
+    """Context of a fork: without it, garbage collection in the forked rank would destroy objects of the parent.
 
     The context yields whether garbage collection was enabled. The setting belongs to the process, so only one thread at
     a time may change it.
@@ -301,6 +311,7 @@ def _anonymous_file(name: str) -> int:
 
 
 def _path(descriptor: int) -> str:
+    """The path by which other processes open a file of this process."""
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
@@ -315,7 +326,3 @@ def _is_exiting(pid: int | None) -> bool:
     except OSError:
         return True
     return bool(int(after_name[6]) & _PF_EXITING)
-
-
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

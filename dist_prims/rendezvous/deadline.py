@@ -16,7 +16,7 @@ _SHORTEST_INTERVAL, _LONGEST_INTERVAL = 0.0001, 0.1  # seconds
 def until(done: Callable[[], object], deadline: float, awaited: str) -> None:
     """Poll ``done()`` until it returns true; after the deadline raise a TimeoutError that names what was ``awaited``.
 
-    >>> until(lambda: True, deadline=0, awaited="nothing")
+    ``deadline`` is a time of the clock time.monotonic().
     """
     interval = _SHORTEST_INTERVAL
     while not done():

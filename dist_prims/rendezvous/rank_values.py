@@ -19,14 +19,7 @@ _FAILED = "!"  # the first character of a value that is the text of an error
 
 
 def values_of_ranks(store: Any, rank: int, name: str, size: int) -> list[str]:
-    """Return what each rank has set under ``name/rank``; CommTimeoutError names the ranks that have set nothing.
-
-    >>> import torch.distributed as dist
-    >>> store = dist.HashStore()
-    >>> store.set("name/0", "a")
-    >>> values_of_ranks(store, 0, "name", 1)
-    ['a']
-    """
+    """Return what each rank r has set under ``name/r``; CommTimeoutError names the ranks that have set nothing."""
     return values_at(store, rank, {other: f"{name}/{other}" for other in range(size)})
 
 

@@ -184,14 +184,7 @@ class RegisterServer:
             if connection.is_proved:
                 connection.deadline = time.monotonic() + _IDLE_TIME
             self._send(connection)
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-            KeyError,
-            AttributeError,
-            RecursionError,
-        ):  # lost, or an invalid request
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):  # lost, or a wrong request
             self._close(connection)
 
     def _send(self, connection: _Connection) -> None:

@@ -1,7 +1,7 @@
 """Argument checks of attention over a split sequence, and agreement of all ranks on the call, before anything is sent.
 
 A rank with wrong arguments must not leave the others waiting for its keys. So each rank sends a description of its
-call, or its error, to all, and all go on or all raise: 256 bytes a call.
+call, or its error, to all ranks, and all go on or all raise.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The arguments of one call, unchecked until the ranks agree. ``lengths``: of the whole sequences."""
+    """The arguments of one call of an attention function. They are unchecked, and may be None, before :func:`agree`."""
 
-    name: str
+    name: str  # of the function
     group: Any
     causal: bool
-    scale: Any
-    order: str
-    enable_gqa: bool
-    lengths: Any
+    scale: Any  # of the scores
+    order: str  # of the tokens over the ranks, a key of layout.ORDERS
+    enable_gqa: bool  # several heads of queries share a head of keys
+    lengths: Any  # the number of tokens of each sequence over all ranks, without padding
 
 
 def agree(call: AttentionCall, tensors: Tensors) -> tuple[AttentionCall, Tensors]:
-    """The call with its group, scale and lengths, and the tensors in the dtype of autocast, when all ranks are about to
-    do the same; otherwise raise on every rank.
+    """Return when all ranks make the same call; otherwise raise on every rank. Every rank of the group calls this.
+
+    The results are the call with its group, scale and lengths, and q, k, v in the dtype of autocast.
 
     >>> call = AttentionCall("ring_attention", None, True, None, "zigzag", False, None)
     >>> agree(call, (torch.ones(1, 1, 4, 16),) * 3)[0].scale
@@ -53,38 +54,32 @@ def agree(call: AttentionCall, tensors: Tensors) -> tuple[AttentionCall, Tensors
         call = _checked(call, *tensors)
     except Exception as error:
         refuse(call.name, str(error), call.group)
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    has_backward = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     text = f"{call.name}({_sizes(*tensors)}, {tensors[0].dtype}, order {call.order}, causal={call.causal}, scale "
-    text += f"{call.scale}, {'with' if learns else 'without'} a backward, lengths {list(call.lengths)})"
+    text += f"{call.scale}, {'with' if has_backward else 'without'} a backward, lengths {list(call.lengths)})"
     check_same(text, _REMEDY, call.group)
     return call, tensors
 
 
 def refuse(name: str, problem: str, group: dist.ProcessGroup) -> NoReturn:
-    """Raise, and send the error to the ranks that are about to agree.
-
-    >>> refuse("ring_attention", "a mistake", torch.distributed.group.WORLD)
-    Traceback (most recent call last):
-    ValueError: rank 0: ring_attention: a mistake; nothing was sent
-    """
+    """Raise ValueError, and make the other ranks raise, which wait for this rank in :func:`agree`."""
     error = ValueError(f"rank {group.rank()}: {name}: {problem}; nothing was sent")
     check_same(name, _REMEDY, group, error)
     raise error
 
 
 def uncompiled(function: T) -> T:  # a decorator would import the compiler, which takes seconds
-    """The function, excluded from compilation: the graph breaks here, and not between messages.
-
-    >>> uncompiled(len)([1, 2])
-    2
-    """
+    """The function, excluded from compilation: the compiled graph ends before it, and not between its messages."""
     disabled: T = torch.compiler.disable(function) if torch.compiler.is_compiling() else function
     return disabled
 
 
 def refuse_second_derivative() -> None:
-    """Raise in a backward that needs a derivative itself. torch's ``once_differentiable`` raises only if the incoming
-    gradient needs one; that of a plain sum does not, and the second derivative would be omitted in silence."""
+    """Raise in a backward pass that itself must be differentiable.
+
+    torch's ``once_differentiable`` raises only if the incoming gradient requires a gradient. The gradient of a sum does
+    not, and the second derivative would silently be omitted.
+    """
     if torch.is_grad_enabled():  # in a backward: only with create_graph
         raise RuntimeError("a second derivative is not offered here (create_graph=True)")
 
@@ -99,7 +94,7 @@ def _lowered(tensors: Tensors) -> Tensors:
 
 
 def _checked(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionCall:
-    """The call with its scale and lengths; any error for wrong arguments of this rank."""
+    """The call with its scale and lengths; an error for wrong arguments of this rank."""
     # 1. What the three tensors are.
     if any(x.is_nested or x.device.type != "cpu" for x in (q, k, v)):
         raise ValueError("q, k and v must be dense tensors on the CPU; on CUDA use torch's context_parallel")
@@ -110,12 +105,12 @@ def _checked(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
         raise ValueError(f"{_sizes(q, k, v)} are not (batch, heads, tokens, features) with equally many tokens")
     if len(q) != len(k) or k.shape[:2] != v.shape[:2] or q.shape[3] != k.shape[3] or not q.shape[3] * v.shape[3]:
         raise ValueError(f"{_sizes(q, k, v)} do not fit: batch, heads of k and v, features of q and k, one at least")
-    # 3. The heads: groups of heads of queries share one of keys, and Ulysses gives each rank as many.
-    ranks, heads, shared, tokens = call.group.size(), q.shape[1], k.shape[1], q.shape[2]
-    if not shared or heads % shared or (heads != shared and not call.enable_gqa):
-        raise ValueError(f"{heads} heads of queries cannot share {shared} of keys: a multiple, and enable_gqa=True")
-    if call.name == "ulysses_attention" and (heads % ranks or shared % ranks):
-        raise ValueError(f"{heads} heads of queries and {shared} of keys cannot be split evenly over {ranks} ranks")
+    # 3. The heads: equally many heads of queries share each head of keys, and Ulysses splits both evenly.
+    ranks, heads, key_heads, tokens = call.group.size(), q.shape[1], k.shape[1], q.shape[2]
+    if not key_heads or heads % key_heads or (heads != key_heads and not call.enable_gqa):
+        raise ValueError(f"{heads} heads of queries cannot share {key_heads} of keys: a multiple, and enable_gqa=True")
+    if call.name == "ulysses_attention" and (heads % ranks or key_heads % ranks):
+        raise ValueError(f"{heads} heads of queries and {key_heads} of keys cannot be split evenly over {ranks} ranks")
     # 4. The order of the tokens over the ranks.
     if call.order not in ORDERS:
         raise ValueError(f"order={call.order!r}; choose {' or '.join(map(repr, ORDERS))}")

@@ -1,8 +1,9 @@
-"""One block of attention, queries against some of the keys: its output, and the log of its softmax's denominator.
+"""One block of attention: some queries against some of the keys.
 
-With these logarithms blocks that were computed apart can be merged, and a block's gradient needs nothing of the other
-blocks but the merged output and logarithm: p = exp(score - logsumexp) is then the share in the whole softmax. So the
-flash kernel behind ``scaled_dot_product_attention`` is called directly.
+A block has an output, and *logs*: for each query the logarithm of its softmax's denominator, which ranges over the keys
+of the block. With the logs, blocks that were computed apart can be merged. The gradient of a block needs nothing of the
+other blocks but the merged output and logs: p = exp(score - log) is then the share of a key in the whole softmax.
+``scaled_dot_product_attention`` does not return the logs, so the flash kernel behind it is called directly.
 
 Where ``scaled_dot_product_attention`` would take its math kernel, which computes half types in float32, the flash
 kernel computes them in float64, see ``prepared``. In the gradient of a score, share * (gradient - sum(grad * output)),
@@ -28,14 +29,16 @@ Tensors = tuple[Tensor, Tensor, Tensor]
 
 
 def prepared(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensors:
-    """The tensors as the flash kernel takes them: features side by side, and equally many. Zeros as further features
-    change nothing. The dtype of q is the dtype of the computation.
+    """The tensors in the form that the flash kernel takes: features side by side, and equally many in all three.
+
+    Zeros are added as further features, which change nothing. The dtype of the returned q is the dtype of the
+    computation.
 
     >>> q, v = torch.randn(1, 1, 8, 6).bfloat16(), torch.randn(1, 1, 8, 4).bfloat16()
     >>> [(x.dtype, x.shape[3]) for x in prepared(q, q, v, True)]
     [(torch.float64, 6), (torch.bfloat16, 6), (torch.bfloat16, 6)]
     """
-    one_q, one_k, one_v = (x[:1, :1, :1].detach().contiguous() for x in (q, k, v))  # enough for the choice
+    one_q, one_k, one_v = (x[:1, :1, :1].detach().contiguous() for x in (q, k, v))  # for the choice of the kernel
     if one_q.numel() and chosen_attention(one_q, one_k, one_v, causal=causal) != SDPBackend.FLASH_ATTENTION:
         width = max(q.shape[3], v.shape[3])
         q, k, v = (F.pad(x, (0, width - x.shape[3])) for x in (q, k, v))
@@ -45,7 +48,7 @@ def prepared(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensors:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Output and logarithms."""
+    """The output and the logs of a block, in the dtype of q."""
     k, v = (x.to(q.dtype).expand(-1, q.shape[1], -1, -1) for x in (k, v))
     output, logs = flash_attention(q, k, v, causal, scale)
     return output, logs
@@ -54,16 +57,19 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, logs: Tensor, causal: bool, scale: float
 ) -> Tensors:
-    """The gradients of q, k and v; ``output`` and ``logs`` are merged from all keys."""
+    """The gradients of q, k and v of one block.
+
+    ``grad`` is the gradient of the output; ``output`` and ``logs`` are merged from the blocks of all keys.
+    """
     k, v = (x.to(q.dtype).expand(-1, q.shape[1], -1, -1) for x in (k, v))
     of_q, of_k, of_v = flash_attention_backward(grad, q, k, v, output, logs, causal=causal, scale=scale)
-    if q.shape[1] > 1:
+    if q.shape[1] > 1:  # several heads of queries share the head of keys
         of_k, of_v = of_k.sum(1, keepdim=True), of_v.sum(1, keepdim=True)
     return of_q, of_k, of_v
 
 
 def merge(output: Tensor, logs: Tensor, block: Tensor, block_logs: Tensor) -> None:
-    """Merge a block into the output so far, in place; a logarithm of -inf means that nothing was merged yet.
+    """Merge a block into ``output`` and ``logs``, in place; logs of -inf mean that nothing was merged yet.
 
     >>> output, logs = torch.zeros(1, 2), torch.full((1,), -torch.inf)
     >>> merge(output, logs, torch.tensor([[1.0, 3.0]]), torch.zeros(1))
@@ -76,5 +82,5 @@ def merge(output: Tensor, logs: Tensor, block: Tensor, block_logs: Tensor) -> No
 
 
 def wide(tensor: Tensor) -> torch.dtype:
-    """The dtype of sums: half types are too coarse for a softmax in several steps."""
+    """The dtype of sums over blocks: half types are too coarse for a softmax in several steps."""
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype

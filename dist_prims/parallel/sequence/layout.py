@@ -1,8 +1,8 @@
-"""Layout of a sequence over ranks: the tokens of each rank, and which of its keys another rank's queries see.
+"""Layout of a sequence over ranks: the tokens of each rank, and which keys of a rank the queries of another rank see.
 
-Under a causal mask token t sees t + 1 tokens, so with the sequence cut in as many parts as ranks the last rank has
-nearly all the work. "zigzag" cuts it in twice as many chunks and gives rank r the chunks r and 2n - 1 - r, an early and
-a late one: then each rank has the same work with each other rank's keys.
+Under a causal mask token t sees t + 1 tokens, so if the sequence is cut into as many parts as ranks, the last rank has
+nearly all the work. "zigzag" cuts the sequence into 2n chunks for n ranks, and gives rank r an early one, chunk r, and
+a late one, chunk 2n - 1 - r. Then each rank has the same work with the keys of each other rank.
 
     4 ranks        chunks        sees of rank 1's keys, chunks 1 and 6
     rank 0         0 and 7       chunk 7 both of them
@@ -10,8 +10,8 @@ a late one: then each rank has the same work with each other rank's keys.
     rank 2         2 and 5       both of its chunks chunk 1
     rank 3         3 and 4       both of its chunks chunk 1
 
-Chunks of different ranks do not overlap, so a chunk of queries sees a chunk of keys whole or not at all, and those that
-it sees lie in front; only a rank's own keys need a mask. No mask is ever made.
+Chunks do not overlap, so a chunk of queries sees a chunk of keys of another rank whole or not at all, and the chunks
+that it sees are the first ones of that rank. Only a rank's own keys need a mask, the causal mask of the kernel.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import NamedTuple
 
 __all__: list[str] = []
 
-ORDERS = {"contiguous": 1, "zigzag": 2}  # and the number of chunks of a rank
+ORDERS = {"contiguous": 1, "zigzag": 2}  # the number of chunks of a rank in each order
 
 
 class Piece(NamedTuple):
-    """One call of a kernel: these rows of the batch, queries against keys, both counted on their own rank."""
+    """One call of a kernel: rows of the batch; queries and keys, as tokens of the rank that has them; the mask."""
 
     rows: slice
     queries: slice
@@ -48,12 +48,12 @@ def chunks(tokens: int, size: int, order: str, rank: int) -> list[range]:
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """Rows of ``tokens`` tokens over ``size`` ranks. ``lengths``: how many tokens of each row are not padding."""
+    """A batch of rows, which are sequences of one length, over the ranks."""
 
-    size: int
+    size: int  # the number of ranks
     order: str
-    tokens: int
-    lengths: tuple[int, ...]
+    tokens: int  # of a row, with padding
+    lengths: tuple[int, ...]  # the tokens of each row that are not padding
 
     def chunks_of(self, rank: int, length: int) -> list[range]:
         """The tokens of a row on a rank, without padding."""
@@ -67,27 +67,30 @@ def pieces_of(layout: SequenceLayout, queries: int, keys: int, causal: bool) -> 
     >>> pieces_of(SequenceLayout(2, "zigzag", 8, (8,)), queries=1, keys=0, causal=True)
     [Piece(rows=slice(0, 1, None), queries=slice(0, 4, None), keys=slice(0, 2, None), causal=False)]
     """
+    # Consecutive rows of one length are computed together.
     pieces, first = [], 0
     for length, run in itertools.groupby(layout.lengths):
         rows = slice(first, first + len(list(run)))
         first = rows.stop
         held, seen = layout.chunks_of(queries, length), layout.chunks_of(keys, length)
         own = queries == keys
-        if own or not causal:  # a rank has its chunks in the order of the sequence: a plain causal mask
+        if own or not causal:  # a rank has its chunks in the order of the sequence, so its own keys need a causal mask
             squares = [(slice(0, sum(map(len, held))), slice(0, sum(map(len, seen))))]
         else:
             squares = _squares(held, seen)
         pieces += [
-            Piece(rows, asking, seen_keys, own and causal)
-            for asking, seen_keys in squares
-            if asking.stop and seen_keys.stop
+            Piece(rows, query_range, key_range, own and causal)
+            for query_range, key_range in squares
+            if query_range.stop and key_range.stop
         ]
     return pieces
 
 
 def _squares(held: list[range], seen: list[range]) -> list[tuple[slice, slice]]:
-    """The queries of a rank, and the keys of another rank that they see. Neighbouring chunks of queries that see the
-    same keys are one square."""
+    """The ranges of queries in the chunks ``held``, each with the range of keys in the chunks ``seen`` that it sees.
+
+    Neighbouring chunks of queries that see the same keys are one range.
+    """
     squares: list[tuple[slice, slice]] = []
     start = 0
     for chunk in held:

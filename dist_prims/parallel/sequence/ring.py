@@ -1,10 +1,10 @@
 """Ring attention: every rank keeps its queries; the keys and values of all ranks go round a ring.
 
-Gathering all keys would take the memory that splitting the sequence saves. Here each rank computes its queries against
-the block of keys and values that it has, while that block is sent to the next rank and another one is received from the
-rank before. Outputs of blocks are merged with the logarithms of their denominators, so the result is exact. The
-backward goes round once more; the gradients of keys and values travel behind the block that they belong to, accumulate
-each rank's share, and arrive at its owner in the last step.
+Gathering all keys would take the memory that splitting the sequence saves. Here a *block* is the keys and values of one
+rank. Each rank computes its queries against the block that it has, while it sends that block to the next rank and
+receives another block from the rank before. The outputs for all blocks are merged (``kernels.py``), and the result is
+exact. In the backward pass the blocks go round once more. The gradients of a block follow it one step behind: each rank
+adds its share, and the last step brings them to the owner of the block.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def _ring(call: AttentionCall, tensors: Tensors) -> Tensor:
 
 
 def attend(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks; without a group, to this rank's keys."""
-    size, shared = 1 if call.group is None else call.group.size(), k.shape[1]
+    """Attention of this rank's queries to the keys of all ranks; if ``call.group`` is None, to this rank's keys."""
+    size, key_heads = 1 if call.group is None else call.group.size(), k.shape[1]
     # A row of the kernel's batch is a head of keys, with its heads of queries.
-    rows = q.flatten(0, 1).unflatten(0, (len(k) * shared, q.shape[1] // shared))
+    rows = q.flatten(0, 1).unflatten(0, (len(k) * key_heads, q.shape[1] // key_heads))
     flat = prepared(rows, k.flatten(0, 1).unsqueeze(1), v.flatten(0, 1).unsqueeze(1), call.causal)
-    lengths = tuple(length for length in call.lengths for _ in range(shared))
+    lengths = tuple(length for length in call.lengths for _ in range(key_heads))
     layout = SequenceLayout(size, call.order, size * q.shape[2], lengths)
     output: Tensor = _Attention.apply(*flat, call, layout)  # type: ignore[no-untyped-call]
     output = output.unflatten(0, k.shape[:2]).flatten(1, 2)
@@ -71,11 +71,13 @@ def attend(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class _Attention(torch.autograd.Function):
+    """The attention of all blocks, with ``q``, ``k``, ``v`` as ``kernels.prepared`` returns them."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, layout: SequenceLayout) -> Tensor:
         output = torch.zeros_like(q, dtype=wide(q))
         logs = q.new_full(q.shape[:3], -torch.inf, dtype=wide(q))
-        for pieces, keys, values in _passing(call, layout, k, v):
+        for pieces, keys, values in _blocks(call, layout, k, v):
             for rows, queries, seen, causal in pieces:
                 block = keys[rows, :, seen], values[rows, :, seen]
                 part = kernels.forward(q[rows, :, queries], *block, causal, call.scale)
@@ -94,16 +96,16 @@ class _Attention(torch.autograd.Function):
         of_block = k.new_zeros(k.numel() + v.numel(), dtype=wide(k))
         spare: Tensor | None = None
         behind: Hop | None = None  # the transfer of the gradients of the current block
-        for pieces, keys, values in _passing(ctx.call, ctx.layout, k, v):
-            # 1. This rank's part of the block's gradients, while the parts of the ranks before arrive.
+        for pieces, keys, values in _blocks(ctx.call, ctx.layout, k, v):
+            # 1. This rank's part of the block's gradients, while the sum of the ranks before arrives.
             parts = []
             for rows, queries, seen, causal in pieces:
                 of_grad, asked, of_output, of_logs = (x[rows, :, queries] for x in (grad, q, output, logs))
                 block = keys[rows, :, seen], values[rows, :, seen]
                 part, *others = kernels.backward(of_grad, asked, *block, of_output, of_logs, causal, ctx.call.scale)
                 of_q[rows, :, queries] += part
-                parts.append(others)
-            # 2. Their sum follows the block to the next rank.
+                parts.append(others)  # the gradients of keys and values
+            # 2. The sum with this part follows the block to the next rank.
             if behind:
                 of_block, spare = behind.arrived(), of_block
             of_keys, of_values = _unpack(of_block, k, v)
@@ -115,11 +117,13 @@ class _Attention(torch.autograd.Function):
         return of_q.to(q.dtype), of_keys.to(k.dtype), of_values.to(v.dtype), None, None
 
 
-def _passing(
+def _blocks(
     call: AttentionCall, layout: SequenceLayout, k: Tensor, v: Tensor
 ) -> Iterator[tuple[list[Piece], Tensor, Tensor]]:
-    """The blocks of all ranks, this rank's first, and the calls of a kernel with each. While the caller computes with a
-    block, it is sent on."""
+    """Yield the blocks of all ranks, this rank's block first: the kernel calls with the block, its keys, its values.
+
+    While the caller computes with a block, the block is sent to the next rank.
+    """
     if layout.size == 1:
         yield pieces_of(layout, 0, 0, call.causal), k, v
         return
@@ -138,7 +142,7 @@ def _unpack(block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Hop:
-    """A transfer to the next rank and from the rank before, which begins at once. ``into``: the receive buffer."""
+    """A transfer to the next rank and one from the rank before, which begin at once. ``into``: the receive buffer."""
 
     def __init__(self, data: Tensor, group: dist.ProcessGroup, into: Tensor | None = None) -> None:
         self._data = data  # keeps the memory until it is sent
@@ -149,7 +153,7 @@ class Hop:
         self._works = dist.batch_isend_irecv([send, receive]) if data.numel() else []
 
     def arrived(self) -> Tensor:
-        """Wait for both transfers; the tensor from the rank before."""
+        """Wait for both transfers, and return the tensor from the rank before. The sent tensor may be reused then."""
         for work in self._works:
             work.wait()
         return self._received

@@ -1,7 +1,7 @@
 """Splitting and joining of sequences: the part of each rank, its positions, and the whole on every rank.
 
-Gradients are taken of the sum of all ranks' losses. So the gradients of a joined sequence are summed over the ranks,
-and a split is a selection of tokens: its gradient is zero for the tokens that other ranks have.
+Gradients are gradients of the sum of the losses of all ranks. So the gradients of a joined sequence are summed over the
+ranks. A split is a selection of tokens: its gradient is zero for the tokens that other ranks have.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def split_sequence(
 def join_sequence(
     x: torch.Tensor, dim: int = 1, group: dist.ProcessGroup | None = None, order: str = "contiguous"
 ) -> torch.Tensor:
-    """The whole sequence, on every rank, of equally long parts.
+    """Join the parts of all ranks, which must be equally long: every rank gets the whole sequence.
 
     Every rank must run the backward, even one whose own loss needs nothing of it: add ``0 * joined.sum()`` there.
 
@@ -79,7 +79,7 @@ def places(size: int, width: int, order: str) -> torch.Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """Row r goes to rank r, and the row of rank r comes in its place; so do the gradients."""
+    """An all-to-all: row r goes to rank r, and a row from rank r replaces it. Gradients travel the opposite way."""
 
     @staticmethod
     def forward(ctx: Any, data: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -99,6 +99,7 @@ exchange: Callable[[torch.Tensor, dist.ProcessGroup | None], torch.Tensor] = _Ex
 
 
 def _check(name: str, group: dist.ProcessGroup | None, order: str, length: int = 0, chunks_here: int = 1) -> None:
+    """Raise ValueError for a rank outside the group, an unknown order, or a length that does not divide into chunks."""
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group of this {name}")
     if order not in ORDERS:

@@ -1,7 +1,8 @@
-"""Ulysses attention: tokens are exchanged for heads, so that each rank computes some heads over the whole sequence.
+"""Ulysses attention: each rank computes some of the heads over the whole sequence.
 
-One all-to-all takes (all heads, tokens of this rank) to (heads of this rank, all tokens), and one brings the output
-back; between them attention is ordinary. Fewer messages than in a ring, but at most as many ranks as heads of keys.
+One all-to-all replaces (all heads, tokens of this rank) by (heads of this rank, all tokens), and another brings the
+output back; between them the attention is ordinary. It sends fewer messages than a ring, but there can be at most as
+many ranks as heads of keys.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def ulysses_attention(
     enable_gqa: bool = False,
     lengths: Sequence[int] | Tensor | None = None,
 ) -> Tensor:
-    """The same as ``ring_attention``, by splitting heads; the ranks must divide both numbers of heads.
+    """The same as ``ring_attention``, with the same arguments, by splitting heads.
+
+    The number of ranks must divide the number of heads of queries and the number of heads of keys.
 
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4)
     >>> output = ulysses_attention(q, k, v, causal=True)
@@ -47,12 +50,12 @@ def ulysses_attention(
 def _ulysses(call: AttentionCall, tensors: Tensors) -> Tensor:
     call, (q, k, v) = agree(call, tensors)
     size, width = call.group.size(), q.shape[2]
-    # 1. All heads of some tokens for some heads of all tokens: all tensors in one message.
+    # 1. From all heads of this rank's tokens to this rank's heads of all tokens; q, k and v in one message.
     by_rank = [x.unflatten(1, (size, x.shape[1] // size)).movedim(1, 0) for x in (q, k, v)]
     received = exchange(torch.cat([x.flatten(1) for x in by_rank], 1), call.group)
     parts = received.split([x[0].numel() for x in by_rank], 1)
     heads = [part.view(x.shape).movedim(0, 2).flatten(2, 3) for part, x in zip(parts, by_rank, strict=True)]
-    # 2. The tokens in the order of the sequence, and an ordinary attention.
+    # 2. An ordinary attention, with the tokens in the order of the sequence.
     plain = replace(call, group=None, order="contiguous")
     if call.order == "contiguous":
         output = attend(plain, *heads)
@@ -60,5 +63,5 @@ def _ulysses(call: AttentionCall, tensors: Tensors) -> Tensor:
         place = places(size, width, call.order)
         sequence = place.argsort()
         output = attend(plain, *(x.index_select(2, sequence) for x in heads)).index_select(2, place)
-    # 3. The output back to the ranks of its tokens.
+    # 3. The output goes back to the ranks of its tokens.
     return exchange(output.unflatten(2, (size, width)).movedim(2, 0), call.group).movedim(0, 1).flatten(1, 2)
