@@ -11,11 +11,7 @@ __all__: list[str] = []
 
 
 def start_thread(name: str, run: Callable[..., object], *arguments: Any) -> threading.Thread:
-    """Start a daemon thread; RuntimeError with a remedy if the system has none left.
-
-    >>> start_thread("of an example", print, "it runs").join()
-    it runs
-    """
+    """Start a daemon thread; RuntimeError with a remedy if the system has none left."""
     thread = threading.Thread(target=run, args=arguments, daemon=True, name=f"dist_prims {name}")
     try:
         thread.start()

@@ -102,8 +102,8 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 
 def group_store(group: dist.ProcessGroup) -> dist.Store | None:
     """The store that the ranks of a group share; None if torch keeps none for it."""
-    found = dist.distributed_c10d._world.pg_map.get(group)
-    return found[1] if found else None
+    backend_and_store = dist.distributed_c10d._world.pg_map.get(group)
+    return backend_and_store[1] if backend_and_store else None
 
 
 def nccl_options(timeout: timedelta) -> Any:
@@ -153,22 +153,18 @@ def rendezvous_handlers() -> dict[str, Callable[..., Any]]:
 
 
 def knows_group(group: dist.ProcessGroup) -> bool:
-    """Whether ``torch.distributed`` has made this group, and has not destroyed it.
-
-    >>> knows_group(default_group())
-    True
-    """
+    """Whether ``torch.distributed`` has made this group, and has not destroyed it."""
     return group in dist.distributed_c10d._world.pg_map
 
 
 def new_local_group(
     ranks: list[int], rank: int, backend: str, name: str, options: Any, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Make a group that only its own ranks call for, with a given name; ``rank`` is this process within it.
+    """Make a group by a call of its own ranks only, with a given name; ``rank`` is this process within it.
 
-    ``new_group`` must be called by every rank of the world, or names the group by the number of groups that this
-    process has, which may differ by rank. A communicator of NCCL that is split from the world's needs a call of every
-    rank of the world too, and torch splits if the world is bound to a device; so the world is not bound meanwhile.
+    torch's ``new_group`` must be called by every rank of the world, or names the group by the number of groups of this
+    process, which may differ by rank. If the world is bound to a device, torch splits the communicator of NCCL from
+    the world's communicator, which every rank of the world must call. So the world is not bound during this call.
     """
     c10d, world = dist.distributed_c10d, default_group()
     device, world.bound_device_id = world.bound_device_id, None
@@ -212,7 +208,7 @@ def replace_group(
 
 
 def install_default_group(backend: Any, store: dist.Store, name: str) -> dist.ProcessGroup:
-    """Register a group with this backend object as the default group, of which there must be none."""
+    """Register a group with this backend object as the default group; there must be no default group."""
     c10d: Any = dist.distributed_c10d
     config = str(c10d.BackendConfig(c10d.Backend(backend.name())))
     members = {rank: rank for rank in range(backend.size())}
@@ -240,8 +236,8 @@ def _install_group(
     world.pg_backend_config[group] = config
     world.pg_group_ranks[group] = members
     tag = f"ptd:{name}"
-    for each in ("", tag):
-        world.tags_to_pg.setdefault(each, []).append(group)
+    for group_tag in ("", tag):
+        world.tags_to_pg.setdefault(group_tag, []).append(group)
     world.pg_to_tag[group] = tag
     c10d._register_process_group(name, group)
     installed: dist.ProcessGroup = group
@@ -249,11 +245,7 @@ def _install_group(
 
 
 def known_groups() -> list[dist.ProcessGroup]:
-    """The groups of this process that torch lists.
-
-    >>> default_group() in known_groups()
-    True
-    """
+    """The groups of this process that torch lists."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
@@ -274,7 +266,7 @@ def group_count() -> int:
 
 
 def count_groups_from(number: int) -> None:
-    """Let ``new_group`` count from here: all members of the default group must count alike."""
+    """Let ``new_group`` count from this number: all members of the default group must have the same count."""
     dist.distributed_c10d._world.group_count = number
 
 
@@ -289,21 +281,13 @@ def queue_backward_callback(call: Callable[[], None]) -> None:
 
 
 def saved_tensor_hooks(*, while_tracing: bool = False) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The innermost hooks for saved tensors (pack, unpack) of this thread.
-
-    >>> saved_tensor_hooks() is None
-    True
-    """
+    """The innermost hooks for saved tensors (pack, unpack) of this thread, if there are any."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(while_tracing)
     return hooks  # type: ignore[no-any-return]
 
 
 def is_in_function_transform() -> bool:
-    """Whether a transform of torch.func, such as vmap, runs.
-
-    >>> is_in_function_transform()
-    False
-    """
+    """Whether a transform of torch.func, such as vmap, runs."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 

@@ -64,11 +64,7 @@ class Library:
 
 
 def core(csrc: Path) -> Library:
-    """The library without torch and MPI.
-
-    >>> core(Path("csrc")).file
-    'libdist_prims_core.so'
-    """
+    """The library without torch, MPI and UCX, to which the others are linked."""
     sources = [source for folder in ("common", "shm", "net", "tcp") for source in sorted((csrc / folder).glob("*.cpp"))]
     return Library(CORE, tuple(sources), tuple(_EXPORTS), ("-Wl,-Bsymbolic-functions", f"-Wl,-soname,{CORE}"))
 

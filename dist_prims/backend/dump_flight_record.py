@@ -50,13 +50,13 @@ def dump_file(group: str, rank: int) -> str:
     except OSError as error:  # a relative path, and the working directory was removed
         _warn(named, str(error))
         return ""
-    _prepare(folder)
+    _check_writable(folder)
     return str(folder / f"{group}_rank{rank}.json")
 
 
 @functools.cache
-def _prepare(folder: Path) -> None:
-    """Make the folder. If nothing can be written there, print a warning, once: a failed call would be too late."""
+def _check_writable(folder: Path) -> None:
+    """Make the folder. If no file can be written there, print a warning now: after a failed call it is too late."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

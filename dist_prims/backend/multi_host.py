@@ -128,14 +128,10 @@ def _recommended(
 
 
 def _straight(collective: str, topology: Topology, nbytes: int) -> _Choice:
-    """The schedule that sends each block straight to its receiver: all at once, or one after the other."""
-    return _PAIRWISE if collective == "all_to_all" and _is_crowded(topology, nbytes) else _DIRECT
-
-
-def _is_crowded(topology: Topology, nbytes: int) -> bool:
-    """Whether too many messages of a direct exchange would be on one link at once."""
-    streams = max(ranks * (topology.size - ranks) for ranks in topology.hosts)
-    return streams >= _MOST_STREAMS if _LARGE <= nbytes < _VERY_LARGE else streams > _MOST_STREAMS and nbytes >= _LARGE
+    """The schedule that sends each block straight to its receiver: all at once, unless that is too much for a link."""
+    streams = max(ranks * (topology.size - ranks) for ranks in topology.hosts)  # messages on one link at once
+    is_crowded = nbytes >= _LARGE and streams >= _MOST_STREAMS + (nbytes >= _VERY_LARGE)
+    return _PAIRWISE if collective == "all_to_all" and is_crowded else _DIRECT
 
 
 def _short_name(schedule: Schedule) -> str:

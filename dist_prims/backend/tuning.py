@@ -31,11 +31,7 @@ ONE_SHOT_BYTES = 32 << 10
 
 @cache
 def machine() -> str:
-    """Return the type of this machine. Measurements on one machine are valid for all machines of its type.
-
-    >>> "CPUs" in machine()
-    True
-    """
+    """Return the type of this machine. Measurements on one machine are valid for all machines of its type."""
     cpus = list(Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology"))
     cores = {(_read(cpu / "physical_package_id"), _read(cpu / "core_id")) for cpu in cpus}
     sockets = {package for package, _ in cores}

@@ -4,9 +4,9 @@
     DIST_PRIMS_ALL_REDUCE="recursive_doubling:0-16K;halving_doubling:16K-1M;ring x4:1M-max"
     DIST_PRIMS_BROADCAST="hierarchical(hosts=2,2,inner=direct)"
 
-A range includes its start and excludes its end. Its size is the size of the whole data: of the list of blocks, where a
-collective has one block for each rank. Parameters of an algorithm are whole numbers, names, or lists of these. ``x4``
-cuts the data into 4 segments, which follow each other through the steps of the schedule.
+A range of sizes includes its start and excludes its end. A size is the size of the whole data in bytes: of all blocks,
+where a collective has one block for each rank. Parameters of an algorithm are whole numbers, names, or lists of these.
+``x4`` cuts the data into 4 segments, which follow each other through the steps of the schedule.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ __all__: list[str] = []
 
 CHEAPEST = "cheapest"  # as the name of an algorithm
 
-# Seconds a message, a byte moved, a byte reduced: gloo over loopback, measured on a 2-core machine. The numbers only
-# serve to compare algorithms. Where the choice matters, measure and pin an algorithm.
+# Seconds for a message, a byte moved, a byte reduced: gloo over loopback, measured on a 2-core machine. The numbers
+# serve to compare algorithms only. Where the choice matters, measure and pin an algorithm.
 ALPHA, BETA, GAMMA = 60e-6, 0.5e-9, 0.1e-9
 
 # Algorithms of all_to_all that send each block directly to its destination, and support uneven splits: both ranks know
@@ -46,7 +46,7 @@ def _bytes(text: str, variable: str) -> int:
 
 
 class AlgorithmRange(NamedTuple):
-    """An algorithm with its parameters and number of segments, for sizes from ``low`` to ``high`` bytes."""
+    """An algorithm with its parameters and number of segments, for sizes from ``low`` to ``high`` - 1 bytes."""
 
     algorithm: str
     parameters: tuple[tuple[str, Any], ...] = ()
@@ -61,12 +61,12 @@ MOST_SEGMENTS = 1024
 
 @functools.lru_cache(maxsize=64)
 def parse_ranges(text: str, collective: str, variable: str) -> tuple[AlgorithmRange, ...]:
-    """Parse a setting into its ranges of sizes.
+    """Parse a setting. ``variable`` names it in errors: an environment variable, an option or a call.
 
     >>> parse_ranges("tree(degree=4) x8:1M-max", "all_reduce", "DIST_PRIMS_ALL_REDUCE")
     (AlgorithmRange(algorithm='tree', parameters=(('degree', 4),), segments=8, low=1048576, high=9223372036854775808),)
     """
-    return tuple(_range(part, collective, variable) for each in text.split(";") if (part := each.strip()))
+    return tuple(_range(part.strip(), collective, variable) for part in text.split(";") if part.strip())
 
 
 def _range(part: str, collective: str, variable: str) -> AlgorithmRange:
@@ -74,11 +74,11 @@ def _range(part: str, collective: str, variable: str) -> AlgorithmRange:
     low, dash, high = (span or "0-max").partition("-")
     if not dash:
         raise ValueError(f"{variable}: {span!r} is not a range; write e.g. {what}:16K-1M")
-    found = _ALGORITHM.fullmatch(what.strip())
-    if found is None:
+    words = _ALGORITHM.fullmatch(what.strip())
+    if words is None:
         raise ValueError(f"{variable}: {what!r} is no algorithm; write e.g. ring, ring x4 or tree(degree=4) x4")
-    lookup(collective, found["name"])
-    segments = int(found["segments"] or 1)
+    lookup(collective, words["name"])  # raises for an unknown algorithm
+    segments = int(words["segments"] or 1)
     if not 1 <= segments <= MOST_SEGMENTS:
         raise ValueError(f"{variable}: x{segments} is not between 1 and {MOST_SEGMENTS} segments")
     start, end = _bytes(low.strip(), variable), _bytes(high.strip(), variable)
@@ -86,7 +86,7 @@ def _range(part: str, collective: str, variable: str) -> AlgorithmRange:
         raise ValueError(f"{variable}: the range {span!r} is empty; its end must be larger than its start")
     if collective == "barrier" and start > 0:
         raise ValueError(f"{variable}: a barrier has no data, so {part!r} never applies; omit the range")
-    return AlgorithmRange(found["name"], _parameters(found["parameters"] or "", variable), segments, start, end)
+    return AlgorithmRange(words["name"], _parameters(words["parameters"] or "", variable), segments, start, end)
 
 
 def _parameters(text: str, variable: str) -> tuple[tuple[str, Any], ...]:
@@ -111,12 +111,12 @@ def _price(registered: Algorithm, size: int) -> Cost | None:
 
 
 def named_algorithm(text: str, collective: str, variable: str, nbytes: int) -> AlgorithmRange | None:
-    """Return what a setting names for data of ``nbytes``, or None."""
+    """Return the algorithm that the setting ``text`` names for data of ``nbytes``, or None; see parse_ranges()."""
     return next((each for each in parse_ranges(text, collective, variable) if each.low <= nbytes < each.high), None)
 
 
 def configured_algorithm(collective: str, nbytes: int) -> AlgorithmRange | None:
-    """Return what the environment names for data of ``nbytes``, or None."""
+    """Return the algorithm that the environment names for data of ``nbytes``, or None."""
     variable = variable_of(collective)
     return named_algorithm(os.environ.get(variable, ""), collective, variable, nbytes)
 

@@ -16,7 +16,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from ..torch_compat import all_gather_single, device_types, reduce_scatter_single, world
+from ..torch_compat import all_gather_single, message_device, reduce_scatter_single, world
 from .backend_calls import direct_all_reduces, direct_group, find_all_reduce
 from .call import Call, CallOptions, OpArgument, Tensors, group_of
 from .perform_call import perform
@@ -200,7 +200,7 @@ def barrier(
 
     >>> barrier()
     """
-    token = torch.ones(1, dtype=torch.uint8, device=_device_of(group_of(group, "barrier")))
+    token = torch.ones(1, dtype=torch.uint8, device=message_device(group_of(group, "barrier")))
     call = Call("barrier", group, token, CallOptions(algorithm, async_op, segment_bytes), dist.ReduceOp.MAX)
     return perform(call.with_data([1], [token], [token], [1]))
 
@@ -304,8 +304,3 @@ def scatter(
     blocks = call.split_on_root(scatter_list, "scatter_list", call.read, len(target))
     counts = [len(target)] * call.size
     return perform(call.with_data(counts, blocks, call.one_block(call.rank, target), counts[:1]))
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    types = device_types(group)
-    return torch.device("cpu" if "cpu" in types or not types else types[-1])

@@ -34,7 +34,7 @@ _RADIX = 4  # of the dissemination: on busy cores a round costs more than a mess
 
 
 @dataclass(frozen=True)
-class Header:
+class CallHeader:
     """The call that a rank is about to make.
 
     ``sequence`` is the number of the call in its group, and ``count`` the number of elements. ``root`` is -1 without a
@@ -59,10 +59,10 @@ class Header:
         return _LAYOUT.pack(*values)
 
     @staticmethod
-    def unpack(data: bytes) -> Header:
+    def unpack(data: bytes) -> CallHeader:
         values = _LAYOUT.unpack(data)
         fields: list[Any] = [v.rstrip(b"\0").decode(errors="replace") if isinstance(v, bytes) else v for v in values]
-        return Header(*fields)
+        return CallHeader(*fields)
 
     def __str__(self) -> str:
         words = [self.op, self.dtype, f"{self.count} elements", f"algorithm {self.algorithm}"]
@@ -92,7 +92,7 @@ def _decode(data: torch.Tensor) -> Known:
     return tuple((rank, packed) for rank, packed in slots if rank != NO_RANK)
 
 
-def agree_on_call(channel: Channel, group: dist.ProcessGroup, header: Header, device: torch.device) -> None:
+def agree_on_call(channel: Channel, group: dist.ProcessGroup, header: CallHeader, device: torch.device) -> None:
     """Return when all ranks make the same call; raise MismatchError on every rank if two calls differ.
 
     Args:
@@ -123,14 +123,14 @@ def agree_on_call(channel: Channel, group: dist.ProcessGroup, header: Header, de
     # 2. All ranks know the same headers now.
     if len(known) > 1:
         (lowest, packed), (other, packed_other) = known
-        first, second = Header.unpack(packed), Header.unpack(packed_other)
+        first, second = CallHeader.unpack(packed), CallHeader.unpack(packed_other)
         raise MismatchError(
             f"rank {rank}: ranks disagree, no data was touched. Rank {lowest} calls {first}; rank {other} "
             f"calls {second}. {_remedy(first, second)}"
         )
 
 
-def _remedy(first: Header, second: Header) -> str:
+def _remedy(first: CallHeader, second: CallHeader) -> str:
     name, other = first.algorithm, second.algorithm
     if name != other and without_fingerprint(name) == without_fingerprint(other):
         return (

@@ -21,7 +21,7 @@ __all__: list[str] = []
 
 _CPU = torch.device("cpu")
 _of_names: weakref.WeakValueDictionary[str, HostOrder] = weakref.WeakValueDictionary()  # of groups of dist_prims
-_of_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, HostOrder] = weakref.WeakKeyDictionary()
+_of_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, HostOrder] = weakref.WeakKeyDictionary()  # of other backends
 
 
 def remember_hosts(name: str, order: HostOrder) -> None:
@@ -34,8 +34,8 @@ def known_hosts(group: dist.ProcessGroup) -> HostOrder | None:
     if _CPU.type in device_types(group):
         backend = backend_of(group, _CPU)
         if hasattr(backend, "spans_hosts"):
-            every = tuple(range(group.size()))
-            return _of_names.get(backend.options.group_name) if backend.spans_hosts else HostOrder(every, (len(every),))
+            ranks = tuple(range(group.size()))
+            return _of_names.get(backend.options.group_name) if backend.spans_hosts else HostOrder(ranks, (len(ranks),))
     return _of_groups.get(group)
 
 

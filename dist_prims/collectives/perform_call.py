@@ -37,7 +37,7 @@ from .backend_calls import (
     schedule_name,
 )
 from .call import Call
-from .call_agreement import Header, agree_on_call
+from .call_agreement import CallHeader, agree_on_call
 from .channel import Channel
 from .flat import split_evenly
 from .group_hosts import exchange_hosts, known_hosts
@@ -179,7 +179,7 @@ def _channel(call: Call, tag: int) -> Channel:
 
 def _agree(call: Call, chosen: AlgorithmRange, schedule: Schedule, number: int) -> None:
     segment_bytes = _segment_bytes(call, chosen, schedule)
-    header = Header(
+    header = CallHeader(
         sequence=number,
         collective=call.collective,
         op="" if call.op is None else OP_NAMES[call.op],

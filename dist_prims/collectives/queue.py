@@ -1,8 +1,8 @@
 """Queue of the collectives of a group: it runs them one at a time, in the order of the calls.
 
-A synchronous call on an idle queue runs in the calling thread. An asynchronous call runs in the thread of the queue, so
-that it overlaps with computation of the caller. A synchronous call after it waits for its completion: if two
-collectives of one group changed their order on one rank, messages of different collectives would be matched.
+A synchronous call runs in the calling thread, after all earlier calls of the group. An asynchronous call runs in the
+thread of the queue, so that it overlaps with computation of the caller. If two collectives of one group changed their
+order on one rank, a message of one collective would be received by the other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ __all__: list[str] = []
 class Work(dist.Work):
     """An asynchronous collective. ``future`` completes when the result is in the tensors of the user.
 
-    ``inner`` is the work of a backend that executes it. Its own wait shows other ranks for what this rank waits.
+    ``what`` names the collective in errors. ``inner`` is the work of the backend, if a backend executes the collective:
+    its wait shows the other ranks for which ranks this rank waits.
     """
 
     def __init__(self, future: Future[None], what: str, inner: dist.Work | None = None) -> None:
@@ -77,15 +78,15 @@ class CollectiveQueue:
 
     def __init__(self) -> None:
         self._calling: set[int] = set()  # ids of the threads in run() or start()
-        self._lock = threading.Lock()
-        self._turn = threading.Condition(self._lock)
-        self._called = 0
-        self._done = 0
+        self._lock = threading.Lock()  # of the counters
+        self._turn = threading.Condition(self._lock)  # notified when a call has ended
+        self._called = 0  # calls so far: the number of the last one
+        self._done = 0  # the number of the last call that has ended
         self._jobs: queue.SimpleQueue[_Job | None] | None = None
 
     @contextmanager
     def _guard_reentry(self, what: str) -> Iterator[None]:
-        """Raise for a call within a call: a signal handler or finalizer would wait for the call it interrupts."""
+        """Raise RuntimeError for a call within a call: a signal handler would wait for the call that it interrupts."""
         me = threading.get_ident()
         if me in self._calling:
             raise RuntimeError(
@@ -113,7 +114,7 @@ class CollectiveQueue:
             if self._jobs is None:
                 jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
                 start_thread("queue", _run_jobs, jobs)
-                self._jobs = jobs  # only now: without a thread a later call would hang
+                self._jobs = jobs  # only after the thread has started: without it a later call would hang
             self._called += 1
             self._jobs.put(_Job(partial(self._run_on_thread, self._called, job, what), future))
         return Work(future, what)
@@ -123,10 +124,11 @@ class CollectiveQueue:
             self._run_in_order(number, job)
 
     def _run_in_order(self, number: int, job: Callable[[int], None]) -> None:
+        """Run a job when all calls with lower numbers have ended."""
         try:
             with self._turn:
                 self._turn.wait_for(lambda: self._done == number - 1)
-        except BaseException:  # raised by a signal handler; later calls must not wait for this one
+        except BaseException:  # of a signal handler: another thread takes the turn of this call, for the later calls
             start_thread("turn", self._run_in_order, number, lambda _: None)
             raise
         try:

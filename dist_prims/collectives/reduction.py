@@ -1,9 +1,10 @@
 """Reductions of flat tensors: ``op`` applied to two operands, and to a fold of several operands.
 
-Half types are added in float32 and rounded once a fold, so that the order of additions of a schedule (``order()``)
-determines the rounding completely. A mean is divided within the last fold, before the result is rounded. Half types do
-not overflow in the earlier folds, which are scaled (``schedules.order.scales``). The mean of integers is their sum,
-which wraps as SUM does, divided and truncated towards zero, as in NCCL.
+A *fold* reduces several operands in their order. Half types are added in float32 and rounded once a fold, so that the
+order of additions of a schedule (``order()``) determines the rounding completely. A mean is divided within the last
+fold, before the result is rounded. Half types do not overflow in the earlier folds, which are scaled
+(``schedules.order.scales``). The mean of integers is their sum, which wraps as SUM does, divided and truncated towards
+zero, as in NCCL.
 
 torch has no sums for uint16, uint32 and uint64. In two's complement, sum, product and bit operations are the same as in
 the signed type, and comparisons are the same after the sign bits have been inverted.
@@ -66,8 +67,8 @@ def factor_of(op: Op | dist.ReduceOp, what: str) -> Factor | None:
         return None
     if isinstance(op, Op):
         raise ValueError(f"{what}: PREMUL_SUM has no factor; use torch.distributed._make_nccl_premul_sum(factor)")
-    found: Factor = premul_factor(op)
-    return found
+    factor: Factor = premul_factor(op)
+    return factor
 
 
 def check_reducible(dtype: torch.dtype, op: Op, what: str) -> None:
@@ -111,6 +112,7 @@ def premultiplied(flat: torch.Tensor, factor: Factor, what: str) -> torch.Tensor
 
 
 def _number(factor: Factor, what: str) -> float:
+    """Return a factor as a number; ValueError for a tensor that is not one real number. ``what`` begins the error."""
     if not isinstance(factor, torch.Tensor):
         return factor
     if factor.numel() != 1 or factor.is_complex() or factor.dtype == torch.bool:
@@ -124,9 +126,14 @@ def _number(factor: Factor, what: str) -> float:
 def fold(
     op: Op, out: torch.Tensor, operands: Sequence[torch.Tensor], terms: Sequence[int] = (), ranks: int = 0
 ) -> None:
-    """Reduce the operands from left to right into ``out``, and round once. ``out`` may be the first or second operand.
+    """Reduce the operands from left to right into ``out``, and round once.
 
-    For a mean over ``ranks`` ranks, ``terms`` contains the number of ranks whose data is in each operand.
+    Args:
+        op: the reduction.
+        out: receives the result; it may be the first or the second operand.
+        operands: flat tensors of one type and length.
+        terms: for a mean: the number of ranks whose data is in each operand.
+        ranks: for a mean: the number of ranks. The fold that has the data of all ranks divides.
     """
     first, *rest = operands
     if not rest:
@@ -146,6 +153,7 @@ def fold(
 
 
 def _fold_mean(out: torch.Tensor, operands: Sequence[torch.Tensor], terms: Sequence[int], ranks: int) -> None:
+    """See :func:`fold`. A partial sum of a half type is stored times a power of two that is at most 1."""
     if out.dtype in _HALF:
         factors, divisor = scales(terms, ranks)
         total = operands[0].float().mul_(factors[0])
@@ -159,6 +167,7 @@ def _fold_mean(out: torch.Tensor, operands: Sequence[torch.Tensor], terms: Seque
 
 
 def _apply(op: Op, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    """Reduce two operands into ``out``. Unsigned types are computed in the signed type of the same width."""
     signed = _SIGNED.get(out.dtype)
     if signed is None:
         _BINARY[op](left, right, out=out)

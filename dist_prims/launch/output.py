@@ -38,12 +38,12 @@ class Output:
         os.close(writes)
 
     def forward(self) -> None:
-        """Write the complete lines."""
+        """Write the lines that are complete to the stream of the parent."""
         try:
             self._rest += os.read(self.descriptor, _READ_BYTES)
         except BlockingIOError:
             return
-        # Only complete lines are given to the pattern, which would search an incomplete one from each of its bytes.
+        # The pattern gets complete lines only: it would search an incomplete line from each of its bytes.
         # A final \r is no line end yet: \n may follow.
         end = 1 + max(self._rest.rfind(b"\n"), self._rest.rfind(b"\r", 0, -1))
         lines, self._rest = _LINE.findall(self._rest[:end]), self._rest[end:]
@@ -65,10 +65,8 @@ class Output:
         stream: TextIO | None = getattr(sys, self._name)
         if not lines or stream is None:
             return
-        text = "".join(self._prefixed(line.decode(errors="backslashreplace")) for line in lines)
+        texts = [line.decode(errors="backslashreplace") for line in lines]
+        text = "".join(line if line == "\r" else self._prefix + line for line in texts)
         encoding = stream.encoding or "utf-8"
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
-
-    def _prefixed(self, line: str) -> str:
-        return line if line == "\r" else self._prefix + line

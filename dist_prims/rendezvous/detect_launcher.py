@@ -34,13 +34,6 @@ class Launcher:
     ``size`` is None where no variable contains it; MPI then provides it. ``url`` is the address of the rendezvous
     (``tcp://``, ``file://``). Without a URL the rendezvous uses ``medium``: "MPI", or "PMI", the key-value store of the
     process manager. A group of one rank has neither.
-
-    >>> launcher = Launcher("a launcher of my own", rank=1, size=4, url="tcp://host0:29500")
-    >>> launcher.rank, launcher.medium
-    (1, '')
-    >>> Launcher("a launcher of my own", rank=4, size=4)
-    Traceback (most recent call last):
-    ValueError: init: rank 4 of 4: a rank must be at least 0 and less than the size
     """
 
     name: str

@@ -32,9 +32,6 @@ def on_one_machine(host_ids: Sequence[str]) -> bool:
     """Return whether these hosts are containers or network namespaces of one machine, so that they share its cores.
 
     The result is False if a name comes from ``DIST_PRIMS_HOST_ID``, because its machine is unknown.
-
-    >>> on_one_machine([host_id(), "another"])
-    False
     """
     suffixes = [host.rpartition("-")[2] for host in host_ids]
     are_known = all(len(each) == 2 * _DIGITS for each in suffixes)

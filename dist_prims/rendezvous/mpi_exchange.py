@@ -63,8 +63,12 @@ class Mpi:
 
     def all_texts(self, text: str, deadline: float, awaited: str) -> list[str]:
         """See TextExchange."""
+        raw = text.encode()
+        if len(raw) > _WIDTH:
+            raise ValueError(f"init: {text[:40]!r}... is longer than the {_WIDTH} bytes that ranks exchange")
+        row = np.frombuffer(raw.ljust(_WIDTH, b"\0"), np.uint8).copy()
         rows = np.zeros((self.size, _WIDTH), np.uint8)
-        until(self._world.Iallgather(_packed(text), rows).Test, deadline, awaited)
+        until(self._world.Iallgather(row, rows).Test, deadline, awaited)
         return [row.tobytes().rstrip(b"\0").decode() for row in rows]
 
 
@@ -111,13 +115,6 @@ def _mismatch(launcher: Launcher, library: str, rank: int, size: int) -> str:
 def _started(launcher: Launcher) -> str:
     ranks = "several ranks" if launcher.size is None else f"{launcher.size} ranks"
     return f"{launcher.name} started {ranks} ({', '.join(launcher.evidence)})"
-
-
-def _packed(text: str) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-    raw = text.encode()
-    if len(raw) > _WIDTH:
-        raise ValueError(f"init: {text[:40]!r}... is longer than the {_WIDTH} bytes that ranks exchange")
-    return np.frombuffer(raw.ljust(_WIDTH, b"\0"), np.uint8).copy()
 
 
 def abort_on_exception() -> None:

@@ -27,12 +27,6 @@ def values_at(store: Any, rank: int, keys: Mapping[int, str]) -> list[str]:
     """Return what other ranks have set, in the order of ``keys``, which has the key of each rank by the rank's number.
 
     The call waits for the timeout of the store at most; CommTimeoutError names the ranks that have set nothing.
-
-    >>> import torch.distributed as dist
-    >>> store = dist.HashStore()
-    >>> store.set("name", "a")
-    >>> values_at(store, 1, {0: "name"})
-    ['a']
     """
     try:
         return [value.decode() for value in store.multi_get([*keys.values()])]

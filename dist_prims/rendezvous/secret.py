@@ -90,11 +90,7 @@ class Secret:
 
 
 def provided_by_user(environ: Mapping[str, str] = os.environ) -> Secret | None:
-    """The secret that the user has provided, by a variable or a file; ValueError if it is too short or not protected.
-
-    >>> provided_by_user({"DIST_PRIMS_SECRET": "0123456789abcdef"})
-    Secret(of DIST_PRIMS_SECRET)
-    """
+    """The secret that the user has provided, by a variable or a file; ValueError if it is short or not protected."""
     if VARIABLE in environ:
         return Secret(_checked(environ[VARIABLE].encode(), VARIABLE), VARIABLE)
     if path := environ.get(FILE_VARIABLE):
@@ -127,13 +123,7 @@ def choose(address: str | None, environ: Mapping[str, str] = os.environ) -> Secr
 
 
 def is_one_host(address: str | None, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether ranks that meet at this address are on one host. torchrun provides the number of ranks on this host.
-
-    >>> is_one_host("localhost", {}), is_one_host("host0", {})
-    (True, False)
-    >>> is_one_host("host0", {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4"})
-    True
-    """
+    """Whether ranks that meet at this address are on one host. torchrun provides the number of ranks on this host."""
     if address is None:
         return False
     sizes = [environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE")]

@@ -33,10 +33,6 @@ def prepared(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensors:
 
     Zeros are added as further features, which change nothing. The dtype of the returned q is the dtype of the
     computation.
-
-    >>> q, v = torch.randn(1, 1, 8, 6).bfloat16(), torch.randn(1, 1, 8, 4).bfloat16()
-    >>> [(x.dtype, x.shape[3]) for x in prepared(q, q, v, True)]
-    [(torch.float64, 6), (torch.bfloat16, 6), (torch.bfloat16, 6)]
     """
     one_q, one_k, one_v = (x[:1, :1, :1].detach().contiguous() for x in (q, k, v))  # for the choice of the kernel
     if one_q.numel() and chosen_attention(one_q, one_k, one_v, causal=causal) != SDPBackend.FLASH_ATTENTION:
