@@ -11,13 +11,13 @@ namespace dist_prims {
 namespace {
 
 // What the two versions of control groups call the same things.
-struct Version {
+struct CgroupVersion {
     const char *root, *limit, *usage, *inactive_file, *active_file;
 };
 
-constexpr Version kFirst{"/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
-                         "total_inactive_file", "total_active_file"};
-constexpr Version kSecond{"/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file", "active_file"};
+constexpr CgroupVersion kCgroup1{"/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+                                 "total_inactive_file", "total_active_file"};
+constexpr CgroupVersion kCgroup2{"/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file", "active_file"};
 
 // The number in a file; `otherwise` if there is no such file, or a word instead ("max").
 std::size_t number_in(const std::string& path, std::size_t otherwise) {
@@ -38,7 +38,7 @@ std::map<std::string, std::size_t> numbers_in(const std::string& path) {
 
 // Of a control group and of those that contain it. In a container the path may be valid only outside; the root is then
 // the group of the container.
-std::size_t available_in(const Version& version, std::string path) {
+std::size_t available_in(const CgroupVersion& version, std::string path) {
     std::size_t least = SIZE_MAX;
     for (;; path.erase(path.rfind('/'))) {
         const std::string folder = version.root + path + "/";
@@ -66,8 +66,8 @@ std::size_t available_memory() {
         const std::string controllers = std::string(",").append(line, first + 1, second - first - 1).append(",");
         std::string path = line.substr(second + 1);
         if (path.back() == '/') path.pop_back();
-        if (controllers == ",,") least = std::min(least, available_in(kSecond, path));
-        if (controllers.find(",memory,") != std::string::npos) least = std::min(least, available_in(kFirst, path));
+        if (controllers == ",,") least = std::min(least, available_in(kCgroup2, path));
+        if (controllers.find(",memory,") != std::string::npos) least = std::min(least, available_in(kCgroup1, path));
     }
     return least;
 }

@@ -9,7 +9,7 @@
 namespace dist_prims {
 namespace {
 
-struct Set {
+struct KernelSet {
     const char* name;
     decltype(&generic::fold) fold;
     decltype(&generic::mean) mean;
@@ -18,7 +18,7 @@ struct Set {
     decltype(&generic::multiply) multiply;
 };
 
-Set pick() {
+KernelSet best_set() {
 #if DIST_PRIMS_X86
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
@@ -31,20 +31,20 @@ Set pick() {
     return {"generic", generic::fold, generic::mean, generic::divide, generic::scale, generic::multiply};
 }
 
-const Set& picked() {
-    static const Set set = pick();
+const KernelSet& kernel_set() {
+    static const KernelSet set = best_set();
     return set;
 }
 
 // The e of a sum of `terms` addends.
-int carried_exponent(int terms) {
+int carry_exponent(int terms) {
     return std::bit_width(static_cast<unsigned>(terms - 1));
 }
 
 }  // namespace
 
 void fold(Op op, DType dtype, void* out, const void* const* in, int inputs, std::size_t count) {
-    picked().fold(op, dtype, out, in, inputs, count);
+    kernel_set().fold(op, dtype, out, in, inputs, count);
 }
 
 void fold_terms(Op op, DType dtype, void* out, const std::vector<const void*>& in, const std::vector<int>& terms,
@@ -55,14 +55,14 @@ void fold_terms(Op op, DType dtype, void* out, const std::vector<const void*>& i
     const int whole = terms.empty() ? inputs : std::accumulate(terms.begin(), terms.end(), 0);
     if (dtype != DType::kFloat16 && dtype != DType::kBFloat16) {
         fold(Op::kSum, dtype, out, in.data(), inputs, count);
-        if (whole == ranks) picked().divide(dtype, out, ranks, count);
+        if (whole == ranks) kernel_set().divide(dtype, out, ranks, count);
         return;
     }
-    std::vector<float> scales(in.size(), std::ldexp(1.0f, -carried_exponent(whole)));
+    std::vector<float> scales(in.size(), std::ldexp(1.0f, -carry_exponent(whole)));
     for (std::size_t each = 0; each < terms.size(); ++each)
-        scales[each] = std::ldexp(scales[each], carried_exponent(terms[each]));
-    const float divisor = whole == ranks ? std::ldexp(static_cast<float>(ranks), -carried_exponent(whole)) : 1.0f;
-    picked().mean(dtype, out, in.data(), scales.data(), inputs, divisor, count);
+        scales[each] = std::ldexp(scales[each], carry_exponent(terms[each]));
+    const float divisor = whole == ranks ? std::ldexp(static_cast<float>(ranks), -carry_exponent(whole)) : 1.0f;
+    kernel_set().mean(dtype, out, in.data(), scales.data(), inputs, divisor, count);
 }
 
 void fold_ranks(Op op, DType dtype, void* out, const std::vector<const void*>& in, std::size_t count) {
@@ -72,15 +72,15 @@ void fold_ranks(Op op, DType dtype, void* out, const std::vector<const void*>& i
 }
 
 void scale(DType dtype, void* out, const void* in, double factor, std::size_t count) {
-    picked().scale(dtype, out, in, factor, count);
+    kernel_set().scale(dtype, out, in, factor, count);
 }
 
 void multiply(DType dtype, void* out, const void* in, std::uint64_t factor, std::size_t count) {
-    picked().multiply(dtype, out, in, factor, count);
+    kernel_set().multiply(dtype, out, in, factor, count);
 }
 
 const char* instruction_set() {
-    return picked().name;
+    return kernel_set().name;
 }
 
 }  // namespace dist_prims

@@ -38,7 +38,7 @@ const char* title_interrupted_in(const Queue* queue) {
 }  // namespace
 
 // Under the lock.
-void Queue::check(const char* title) const {
+void Queue::check_may_call(const char* title) const {
     if (closed_) throw std::runtime_error(owner_ + ", " + title + ": the group has been destroyed");
     const char* outer = runs_here() ? running_title_ : title_interrupted_in(this);
     if (outer)
@@ -48,7 +48,7 @@ void Queue::check(const char* title) const {
 }
 
 // Under the lock.
-void Queue::begin(const char* title) {
+void Queue::mark_running(const char* title) {
     running_ = true;
     running_title_ = title;
     runner_ = std::this_thread::get_id();
@@ -57,7 +57,7 @@ void Queue::begin(const char* title) {
 void Queue::run(const Handle& job, const std::function<void()>& interrupt) {
     {
         std::unique_lock lock(mutex_);
-        check(job->title);
+        check_may_call(job->title);
         jobs_.push_back(job);
         if (!running_ && jobs_.size() == 1) {
             execute(lock, false);
@@ -69,9 +69,9 @@ void Queue::run(const Handle& job, const std::function<void()>& interrupt) {
 
 bool Queue::take(const char* title, bool wanted) {
     const std::lock_guard lock(mutex_);
-    check(title);
+    check_may_call(title);
     if (!wanted || running_ || !jobs_.empty()) return false;
-    begin(title);
+    mark_running(title);
     return true;
 }
 
@@ -87,26 +87,26 @@ void Queue::give_back() {
 
 void Queue::submit(const Handle& job) {
     const std::lock_guard lock(mutex_);
-    check(job->title);
-    have_server();
+    check_may_call(job->title);
+    ensure_server();
     jobs_.push_back(job);
     changed_.notify_all();
 }
 
 // Under the lock.
-void Queue::have_server() {
+void Queue::ensure_server() {
     if (servers_ > 0 || closed_) return;
     threads_.emplace_back(owner_ + ": the thread of its queue", [self = shared_from_this()] { self->serve(); });
     ++servers_;
 }
 
 // Ends a job, without the lock. Destroys what the job owns: it may own the last reference to the group.
-std::function<void()> Queue::end(Job& job, std::exception_ptr error) {
-    std::function<void()> tell;
-    caught([&] { tell = job.done(error); });
+std::function<void()> Queue::end_job(Job& job, std::exception_ptr error) {
+    std::function<void()> callback;
+    caught([&] { callback = job.done(error); });
     job.run = nullptr;
     job.done = nullptr;
-    return tell;
+    return callback;
 }
 
 // Runs the first job; the lock is held before and after, not during. The next job may begin while this one's callback
@@ -114,20 +114,20 @@ std::function<void()> Queue::end(Job& job, std::exception_ptr error) {
 void Queue::execute(std::unique_lock<std::mutex>& lock, bool serving) {
     const Handle job = std::move(jobs_.front());
     jobs_.pop_front();
-    begin(job->title);
+    mark_running(job->title);
     lock.unlock();
     const std::exception_ptr error = caught(job->run);
-    std::function<void()> tell = end(*job, error);
+    std::function<void()> callback = end_job(*job, error);
     lock.lock();
     running_ = false;
     job->finished = true;
     changed_.notify_all();
-    if (!tell) return;
+    if (!callback) return;
     servers_ -= serving;
-    if (!jobs_.empty()) caught([this] { have_server(); });  // without a thread, a wait for the job runs it
+    if (!jobs_.empty()) caught([this] { ensure_server(); });  // without a thread, a wait for the job runs it
     lock.unlock();
-    caught(tell);
-    tell = nullptr;
+    caught(callback);
+    callback = nullptr;
     lock.lock();
     servers_ += serving;
 }
@@ -137,7 +137,7 @@ bool Queue::wait(const Handle& job, std::chrono::milliseconds limit, const std::
     const auto deadline = std::chrono::steady_clock::now() + (for_ever ? std::chrono::milliseconds(0) : limit);
     std::unique_lock lock(mutex_);
     while (!job->finished) {
-        if (runs_here()) check(job->title);                                     // it throws
+        if (runs_here()) check_may_call(job->title);                            // it throws
         if (for_ever && !running_ && !jobs_.empty() && jobs_.front() == job) {  // a thread that runs it cannot time out
             execute(lock, false);
         } else if (!for_ever && std::chrono::steady_clock::now() >= deadline) {
@@ -200,12 +200,12 @@ void Queue::close_once(std::unique_lock<std::mutex>& lock, std::exception_ptr re
     std::vector<Thread> threads = std::move(threads_);
     lock.unlock();
     for (const Handle& job : left) {
-        const auto tell = end(*job, reason);
+        const auto callback = end_job(*job, reason);
         lock.lock();
         job->finished = true;
         changed_.notify_all();
         lock.unlock();
-        if (tell) caught(tell);
+        if (callback) caught(callback);
     }
     for (Thread& thread : threads) thread.end();
     lock.lock();

@@ -63,12 +63,12 @@ public:
 
 private:
     bool runs_here() const { return running_ && runner_ == std::this_thread::get_id(); }
-    void begin(const char* title);
-    void check(const char* title) const;
+    void mark_running(const char* title);
+    void check_may_call(const char* title) const;
     void serve();
-    void have_server();
+    void ensure_server();
     void execute(std::unique_lock<std::mutex>& lock, bool serving);
-    static std::function<void()> end(Job& job, std::exception_ptr error);
+    static std::function<void()> end_job(Job& job, std::exception_ptr error);
     void close_once(std::unique_lock<std::mutex>& lock, std::exception_ptr reason, const std::function<void()>& stop);
 
     const std::string owner_;

@@ -115,7 +115,7 @@ MultiHostGroup::FrameHeader MultiHostGroup::host_header(const Call& call) const 
     const SlotExchange& slots = host_segment_.slots;
     FrameHeader header;
     header.checksum = call.checksum();
-    header.differs = slots.differs() >= 0;
+    header.differs = slots.differing_rank() >= 0;
     for (int peer = 0; peer < slots.size(); ++peer) {
         Terms terms;
         std::memcpy(terms.data(), slots.theirs(peer), sizeof(terms));
@@ -155,9 +155,9 @@ void MultiHostGroup::pack_frames(FrameHeader header, const Piggyback* data) {
 MultiHostGroup::Difference MultiHostGroup::host_difference(const Call& call) const {
     const SlotExchange& slots = host_segment_.slots;
     const Membership& membership = host_segment_.membership;
-    const int peer = slots.differs();
-    if (peer < 0) return {call, {}, membership.number(0), -1};
-    return {call, slots.call(peer), membership.number(0), membership.number(peer)};
+    const int peer = slots.differing_rank();
+    if (peer < 0) return {call, {}, membership.group_rank(0), -1};
+    return {call, slots.call(peer), membership.group_rank(0), membership.group_rank(peer)};
 }
 
 // Appends the `count` frames of a message.
@@ -293,7 +293,7 @@ Terms MultiHostGroup::run(const Call& call, const Data& data, std::chrono::milli
         slots.phase();
     } else {
         const BackgroundScope sleeping;  // the leader waits for the network, and needs the core for it
-        slots.renew();                   // the leader has its full timeout, even if this rank has come early
+        slots.restart_timeout();         // the leader has its full timeout, even if this rank has come early
         slots.phase();
     }
     Verdict verdict;

@@ -97,7 +97,7 @@ private:
     static std::vector<Round> gather_rounds(std::size_t hosts);
 
     int leader(std::size_t distance) const;
-    int rank() const { return host_segment_.membership.number(host_segment_.slots.rank()); }
+    int rank() const { return host_segment_.membership.group_rank(host_segment_.slots.rank()); }
     std::size_t largest_message(const Exchange& exchange) const;
     FrameHeader host_header(const Call& call) const;
     Difference host_difference(const Call& call) const;

@@ -22,7 +22,7 @@ constexpr auto kTransportMargin =
 // All ranks of the group but this one.
 std::vector<int> others(const Membership& membership, std::vector<int> remote_ranks) {
     for (int peer = 0; peer < membership.size(); ++peer) {
-        if (peer != membership.rank()) remote_ranks.push_back(membership.number(peer));
+        if (peer != membership.rank()) remote_ranks.push_back(membership.group_rank(peer));
     }
     return remote_ranks;
 }
@@ -49,9 +49,9 @@ RemotePeers::RemotePeers(std::unique_ptr<Transport> transport, Membership& membe
       transport_(std::move(transport)),
       notice_request_(transport_->receive(Transport::kAnyone, tags.notice(),
                                           reinterpret_cast<std::byte*>(&received_notice_), sizeof(received_notice_))),
-      diagnosis_(std::make_shared<TimeoutDiagnosis>(*transport_, tags.diagnosis(), membership.number(membership.rank()),
-                                                    others(membership, remote_ranks),
-                                                    [this](const auto& notice) { on_notice(notice); })) {
+      diagnosis_(std::make_shared<TimeoutDiagnosis>(
+          *transport_, tags.diagnosis(), membership.group_rank(membership.rank()), others(membership, remote_ranks),
+          [this](const auto& notice) { on_notice(notice); })) {
     membership_.on_awaited([diagnosis = diagnosis_](int awaited) { diagnosis->answer(awaited); });
 }
 
@@ -144,7 +144,7 @@ bool RemotePeers::wait_until_deadline(const Handle& request) {
         } catch (const Transport::TransportError& error) {
             broken.emplace(error);
         } catch (...) {  // Ctrl-C
-            membership_.give_notice({CommError::Kind::kInterrupted, membership_.number(membership_.rank())});
+            membership_.give_notice({CommError::Kind::kInterrupted, membership_.group_rank(membership_.rank())});
             throw;
         }
         if (broken) throw_broken(*request, *broken);
@@ -203,7 +203,7 @@ bool RemotePeers::is_over() {
 void RemotePeers::check_failures(const RemoteRequest& request) {
     is_over();
     if (const std::string refusal = transport_->refusal(); !refusal.empty() && !membership_.notice())
-        throw_failure({CommError::Kind::kExhausted, membership_.number(membership_.rank())},
+        throw_failure({CommError::Kind::kExhausted, membership_.group_rank(membership_.rank())},
                       [&] { return text(request, refusal); });
     if (tags.is_collective(request.tag)) slow_call_.look(*transport_, membership_);
     if (request.peer != Transport::kAnyone) diagnosis_->answer(request.peer);
@@ -245,7 +245,7 @@ void RemotePeers::throw_broken(const RemoteRequest& request, const BrokenMessage
     if (!membership_.notice()) receive_notice(kTimeToReceive);
     const int peer = request.peer == Transport::kAnyone && request.handle ? request.handle->source() : request.peer;
     const auto what = [&] { return text(request, broken.reason); };
-    const int me = membership_.number(membership_.rank());
+    const int me = membership_.group_rank(membership_.rank());
     if (broken.kind == CommError::Kind::kExhausted) throw_failure({broken.kind, me}, what);
     if (peer == Transport::kAnyone)  // a transport fails such a receive only when it closes
         throw_failure({CommError::Kind::kInterrupted, me}, what);
@@ -287,7 +287,7 @@ void RemotePeers::end() {
         if (std::exchange(ended_, true)) return;
     }
     membership_.give_notice(
-        {CommError::Kind::kInterrupted, membership_.number(membership_.rank())});  // the first notice stands
+        {CommError::Kind::kInterrupted, membership_.group_rank(membership_.rank())});  // the first notice stands
     const auto interrupt = interrupt_of([this] { send_notice(); });
     // A receive without a sender times out: by that a transport ends all messages, and does not use their memory.
     const auto forced = interrupt_of([this] {

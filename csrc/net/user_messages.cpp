@@ -96,7 +96,7 @@ RemotePeers::Handle UserMessages::remote_of(const Handle& request) {
 }
 
 int UserMessages::source(const Request& request) const {
-    return request.came_in_memory ? membership_.number(request.local->peer) : request.source;
+    return request.came_in_memory ? membership_.group_rank(request.local->peer) : request.source;
 }
 
 void UserMessages::wait(const Handle& request, Milliseconds limit) {

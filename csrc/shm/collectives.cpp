@@ -24,17 +24,17 @@ void traced_transfer(std::byte* to, const std::byte* from, std::size_t bytes) {
 }
 
 // Bytes of segment `number`, of a block of `bytes` cut into segments of `length`.
-std::size_t part(std::size_t bytes, std::size_t length, std::size_t number) {
+std::size_t segment_bytes(std::size_t bytes, std::size_t length, std::size_t number) {
     const std::size_t begin = number * length;
     return begin >= bytes ? 0 : std::min(length, bytes - begin);
 }
 
-std::size_t segments(std::size_t bytes, std::size_t length) {
+std::size_t segment_count(std::size_t bytes, std::size_t length) {
     return std::max<std::size_t>((bytes + length - 1) / length, 1);
 }
 
 // The largest piece so that `pieces` of them fit a slot.
-std::size_t piece_of(const SlotExchange& slots, std::size_t pieces) {
+std::size_t piece_bytes(const SlotExchange& slots, std::size_t pieces) {
     return slots.capacity() / pieces / kAlign * kAlign;
 }
 
@@ -49,15 +49,16 @@ public:
           count_(count),
           element_(size_of(dtype)),
           ranks_(static_cast<std::size_t>(slots.size())),
-          chunk_(piece_of(slots, ranks_ + 1)) {}
+          chunk_(piece_bytes(slots, ranks_ + 1)) {}
 
     // `out` may be the input, or null on a rank that wants no result. If `unless_shared` and some rank has its data in
     // a shared tensor, only the first phase runs, and the result is false.
     bool run(std::byte* out, bool unless_shared) {
-        const std::size_t per_segment = chunk_ / element_ * ranks_, last = segments(count_, per_segment);
+        const std::size_t per_segment = chunk_ / element_ * ranks_, last = segment_count(count_, per_segment);
         std::size_t done = 0, before = 0;  // where the segment begins whose chunks are summed, and its elements
         for (std::size_t number = 0; number <= last; ++number) {
-            const std::size_t begin = number * per_segment, now = number < last ? part(count_, per_segment, number) : 0;
+            const std::size_t begin = number * per_segment,
+                              now = number < last ? segment_bytes(count_, per_segment, number) : 0;
             post_input(begin, now);
             slots_.phase();
             if (unless_shared && number == 0 && slots_.shared_tensor_count()) return false;
@@ -124,12 +125,12 @@ void one_shot(SlotExchange& slots, DType dtype, Op op, const std::byte* in, std:
 }
 
 // Lengths that each rank posts beside its data, so that all see whether what is sent is what is awaited.
-class Lists {
+class LengthLists {
 public:
-    explicit Lists(SlotExchange& slots)
+    explicit LengthLists(SlotExchange& slots)
         : slots_(slots),
           ranks_(static_cast<std::size_t>(slots.size())),
-          head_(segments(16 * ranks_, kAlign) * kAlign) {}
+          head_(segment_count(16 * ranks_, kAlign) * kAlign) {}
 
     // The rest of a slot, for data.
     std::size_t payload_bytes() const { return (slots_.capacity() - head_) / kAlign * kAlign; }
@@ -200,29 +201,29 @@ void reduce(HostSegment& host_segment, DType dtype, Op op, int root, const std::
 
 void reduce_scatter(SlotExchange& slots, DType dtype, Op op, const Blocks& in, std::byte* out, const Counts& counts) {
     const std::size_t element = size_of(dtype), ranks = in.size(), rank = static_cast<std::size_t>(slots.rank());
-    const std::size_t piece = piece_of(slots, ranks);
+    const std::size_t piece = piece_bytes(slots, ranks);
     const std::size_t longest = *std::max_element(counts.begin(), counts.end()) * element;
     std::vector<const void*> each(ranks);
-    for (std::size_t number = 0, all = segments(longest, piece); number < all; ++number) {
+    for (std::size_t number = 0, all = segment_count(longest, piece); number < all; ++number) {
         for (std::size_t peer = 0; peer < ranks; ++peer) {
             if (peer == rank) continue;
             traced_transfer(slots.mine() + peer * piece, in[peer] + number * piece,
-                            part(counts[peer] * element, piece, number));
+                            segment_bytes(counts[peer] * element, piece, number));
         }
         slots.phase();
         for (std::size_t peer = 0; peer < ranks; ++peer) {
             each[peer] = peer == rank ? in[rank] + number * piece : slots.theirs(static_cast<int>(peer)) + rank * piece;
         }
-        const std::size_t bytes = part(counts[rank] * element, piece, number);
+        const std::size_t bytes = segment_bytes(counts[rank] * element, piece, number);
         const TraceSpan span(TraceKind::kReduce, bytes);
         if (bytes) fold_ranks(op, dtype, out + number * piece, each, bytes / element);
     }
 }
 
 void broadcast(SlotExchange& slots, std::size_t bytes, int root, std::byte* data) {
-    const std::size_t piece = piece_of(slots, 1);
-    for (std::size_t number = 0, all = segments(bytes, piece); number < all; ++number) {
-        const std::size_t length = part(bytes, piece, number);
+    const std::size_t piece = piece_bytes(slots, 1);
+    for (std::size_t number = 0, all = segment_count(bytes, piece); number < all; ++number) {
+        const std::size_t length = segment_bytes(bytes, piece, number);
         if (slots.rank() == root) traced_transfer(slots.mine(), data + number * piece, length);
         slots.phase();
         if (slots.rank() != root) traced_transfer(data + number * piece, slots.theirs(root), length);
@@ -230,47 +231,48 @@ void broadcast(SlotExchange& slots, std::size_t bytes, int root, std::byte* data
 }
 
 void all_gather(SlotExchange& slots, const std::byte* in, const Places& out, const Counts& bytes) {
-    const std::size_t rank = static_cast<std::size_t>(slots.rank()), piece = piece_of(slots, 1);
+    const std::size_t rank = static_cast<std::size_t>(slots.rank()), piece = piece_bytes(slots, 1);
     const std::size_t longest = *std::max_element(bytes.begin(), bytes.end());
-    for (std::size_t number = 0, all = segments(longest, piece); number < all; ++number) {
+    for (std::size_t number = 0, all = segment_count(longest, piece); number < all; ++number) {
         const std::size_t begin = number * piece;
-        traced_transfer(slots.mine(), in + begin, part(bytes[rank], piece, number));
+        traced_transfer(slots.mine(), in + begin, segment_bytes(bytes[rank], piece, number));
         slots.phase();
         for (std::size_t peer = 0; peer < out.size(); ++peer) {
             const std::byte* from = peer == rank ? in + begin : slots.theirs(static_cast<int>(peer));
-            traced_transfer(out[peer] + begin, from, part(bytes[peer], piece, number));
+            traced_transfer(out[peer] + begin, from, segment_bytes(bytes[peer], piece, number));
         }
     }
 }
 
 void gather(SlotExchange& slots, int root, const std::byte* in, std::size_t bytes, const Places& out,
             const Counts& incoming) {
-    const Lists lists(slots);
+    const LengthLists lists(slots);
     if (slots.rank() == root) lists.post({incoming});
     std::size_t all = 1;  // not known before the others have posted their lengths
     for (std::size_t number = 0; number < all; ++number) {
         const std::size_t begin = number * lists.payload_bytes();
-        if (slots.rank() != root) traced_transfer(lists.mine(), in + begin, part(bytes, lists.payload_bytes(), number));
+        if (slots.rank() != root)
+            traced_transfer(lists.mine(), in + begin, segment_bytes(bytes, lists.payload_bytes(), number));
         slots.phase();
         if (number == 0) {
             for (int peer = 0; peer < slots.size(); ++peer)
                 must_match(slots.rank(), "gather", peer, slots.call(peer).longest, root, lists.read(root, 0, peer));
-            all = segments(slots.longest(), lists.payload_bytes());
+            all = segment_count(slots.longest(), lists.payload_bytes());
         }
         if (slots.rank() != root) continue;
         for (std::size_t peer = 0; peer < out.size(); ++peer) {
             const bool own = static_cast<int>(peer) == root;
             const std::byte* from = own ? in + begin : lists.theirs(static_cast<int>(peer));
-            traced_transfer(out[peer] + begin, from, part(incoming[peer], lists.payload_bytes(), number));
+            traced_transfer(out[peer] + begin, from, segment_bytes(incoming[peer], lists.payload_bytes(), number));
         }
     }
 }
 
 void scatter(SlotExchange& slots, int root, const Blocks& in, std::byte* out, std::size_t bytes) {
     const std::size_t ranks = static_cast<std::size_t>(slots.size()), rank = static_cast<std::size_t>(slots.rank());
-    const std::size_t piece = piece_of(slots, ranks);
-    for (std::size_t number = 0, all = segments(bytes, piece); number < all; ++number) {
-        const std::size_t begin = number * piece, length = part(bytes, piece, number);
+    const std::size_t piece = piece_bytes(slots, ranks);
+    for (std::size_t number = 0, all = segment_count(bytes, piece); number < all; ++number) {
+        const std::size_t begin = number * piece, length = segment_bytes(bytes, piece, number);
         for (std::size_t peer = 0; peer < in.size(); ++peer) {  // empty but on the root
             if (peer != rank) traced_transfer(slots.mine() + peer * piece, in[peer] + begin, length);
         }
@@ -281,7 +283,7 @@ void scatter(SlotExchange& slots, int root, const Blocks& in, std::byte* out, st
 
 void all_to_all(SlotExchange& slots, const Blocks& in, const Counts& outgoing, const Places& out,
                 const Counts& incoming) {
-    const Lists lists(slots);
+    const LengthLists lists(slots);
     const std::size_t ranks = in.size(), rank = static_cast<std::size_t>(slots.rank());
     const std::size_t piece = lists.payload_bytes() / ranks / kAlign * kAlign;
     std::size_t all = 1;
@@ -290,7 +292,8 @@ void all_to_all(SlotExchange& slots, const Blocks& in, const Counts& outgoing, c
         const std::size_t begin = number * piece;
         for (std::size_t peer = 0; peer < ranks; ++peer) {
             if (peer != rank)
-                traced_transfer(lists.mine() + peer * piece, in[peer] + begin, part(outgoing[peer], piece, number));
+                traced_transfer(lists.mine() + peer * piece, in[peer] + begin,
+                                segment_bytes(outgoing[peer], piece, number));
         }
         slots.phase();
         if (number == 0) {
@@ -298,12 +301,12 @@ void all_to_all(SlotExchange& slots, const Blocks& in, const Counts& outgoing, c
                 for (int to = 0; to < slots.size(); ++to)
                     must_match(slots.rank(), "all_to_all", from, lists.read(from, 0, to), to, lists.read(to, 1, from));
             }
-            all = segments(slots.longest(), piece);
+            all = segment_count(slots.longest(), piece);
         }
         for (std::size_t peer = 0; peer < ranks; ++peer) {
             const std::byte* from =
                 peer == rank ? in[rank] + begin : lists.theirs(static_cast<int>(peer)) + rank * piece;
-            traced_transfer(out[peer] + begin, from, part(incoming[peer], piece, number));
+            traced_transfer(out[peer] + begin, from, segment_bytes(incoming[peer], piece, number));
         }
     }
 }

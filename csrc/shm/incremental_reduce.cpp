@@ -27,7 +27,7 @@ IncrementalReduce::IncrementalReduce(std::byte* data, std::size_t bytes, DType d
 IncrementalReduce::~IncrementalReduce() {
     if (!exporter_.is_of_this_process()) return;  // in a forked child another thread may have had the lock
     try {
-        if (is_published()) end();
+        if (is_published()) abandon();
     } catch (const std::system_error&) {  // a destructor cannot report it
     }
 }
@@ -90,10 +90,10 @@ bool IncrementalReduce::is_published() const {
 
 void IncrementalReduce::discard() {
     const std::lock_guard lock(mutex_);
-    take();
+    take_pieces();
 }
 
-DeferredInput IncrementalReduce::take() {
+DeferredInput IncrementalReduce::take_pieces() {
     DeferredInput deferred;
     for (WaitingPiece& each : waiting_) deferred.add(std::move(each.piece));
     for (const Range& each : done_) deferred.add({each});
@@ -106,17 +106,17 @@ DeferredInput IncrementalReduce::take() {
 // The first phase compares the rounds of all ranks. If they differ, the call has no effect.
 void IncrementalReduce::finish(HostSegment& host_segment) {
     try {
-        sum(host_segment);
+        run_collective(host_segment);
     } catch (const CommError& error) {
-        if (error.kind != CommError::Kind::kMismatch) end();
+        if (error.kind != CommError::Kind::kMismatch) abandon();
         throw;
     } catch (...) {
-        end();
+        abandon();
         throw;
     }
 }
 
-void IncrementalReduce::sum(HostSegment& host_segment) {
+void IncrementalReduce::run_collective(HostSegment& host_segment) {
     stamps_.announce(host_segment.slots);
     host_segment.slots.phase();
     const auto announced = Stamps::announced(host_segment.slots);
@@ -134,9 +134,9 @@ void IncrementalReduce::sum(HostSegment& host_segment) {
 }
 
 // After this a rank writes to its own data only.
-void IncrementalReduce::end() {
+void IncrementalReduce::abandon() {
     const std::lock_guard lock(mutex_);
-    take();
+    take_pieces();
     mapped_ = {};
     exporter_.withdraw(data_, bytes_);
 }
@@ -152,12 +152,12 @@ DeferredInput IncrementalReduce::close_round(const MappedTensors& mapped, Stamps
     mapped_ = mapped;
     all_stamps_ = std::move(stamps);
     ++round_;
-    return take();
+    return take_pieces();
 }
 
 void IncrementalReduce::settle() {
     const std::lock_guard lock(mutex_);
-    take().settle(dtype_, data_);
+    take_pieces().settle(dtype_, data_);
 }
 
 }  // namespace dist_prims

@@ -69,11 +69,11 @@ private:
         DeferredInput::Piece piece;
     };
 
-    void sum(HostSegment& host_segment);
-    void end();
+    void run_collective(HostSegment& host_segment);
+    void abandon();
     void publish(const DeferredInput::Piece& piece);
     void fold_ready_pieces();
-    DeferredInput take();
+    DeferredInput take_pieces();
     DeferredInput close_round(const MappedTensors& mapped, Stamps::All stamps);
 
     const std::shared_ptr<const void> owner_;

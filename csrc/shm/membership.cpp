@@ -156,7 +156,7 @@ void Membership::check_failures(const std::function<bool(int)>& awaited, const W
     for (int peer = 0; peer < size_; ++peer) {
         if (has_left(peer) &&
             awaited(peer))  // in this order: what the rank has posted before it left is visible by now
-            throw_failure({CommError::Kind::kPeerLeft, number(peer)}, what);
+            throw_failure({CommError::Kind::kPeerLeft, group_rank(peer)}, what);
     }
     if (const auto ended = ended_processes(awaited); !ended.empty())
         throw_failure({CommError::Kind::kPeerDied, ended.front()}, what);
@@ -167,19 +167,19 @@ void Membership::check_failures(const std::function<bool(int)>& awaited, const W
     try {
         interrupt_();
     } catch (...) {
-        give_notice({CommError::Kind::kInterrupted, number(rank_)});
+        give_notice({CommError::Kind::kInterrupted, group_rank(rank_)});
         throw;
     }
     check_stop(what);  // a signal handler may have destroyed the group
 }
 
 void Membership::check_stop(const What& what) const {
-    if (stopped_.load(std::memory_order_acquire)) throw_failure({CommError::Kind::kPeerLeft, number(rank_)}, what);
+    if (stopped_.load(std::memory_order_acquire)) throw_failure({CommError::Kind::kPeerLeft, group_rank(rank_)}, what);
 }
 
 void Membership::run_awaited_hook(const std::function<bool(int)>& awaited) const {
     for (int peer = 0; peer < size_; ++peer) {
-        if (peer != rank_ && awaited(peer)) return awaited_hook_(number(peer));
+        if (peer != rank_ && awaited(peer)) return awaited_hook_(group_rank(peer));
     }
 }
 
@@ -191,7 +191,7 @@ std::vector<int> Membership::ended_processes(const std::function<bool(int)>& awa
     if (ready < 0) throw_errno("watching the processes of other ranks");
     std::vector<int> ended;
     for (int peer = 0; ready > 0 && peer < size_; ++peer) {
-        if (entries[static_cast<std::size_t>(peer)].revents && awaited(peer)) ended.push_back(number(peer));
+        if (entries[static_cast<std::size_t>(peer)].revents && awaited(peer)) ended.push_back(group_rank(peer));
     }
     return ended;
 }
@@ -241,11 +241,11 @@ void Membership::throw_timeout(const std::string& what, const WaitGraph::Verdict
         const std::lock_guard lock(verdict_guard_);
         if (!std::exchange(has_verdict_, true)) wait_graph_.write_verdict(late);
     }
-    give_notice({CommError::Kind::kTimeout, number(rank_)});
+    give_notice({CommError::Kind::kTimeout, group_rank(rank_)});
     const Notice standing = *notice();
     if (standing.kind != CommError::Kind::kTimeout) check_abort([&] { return what; });
-    const std::string late_ranks = text(verdict_of(standing.culprit));
-    throw CommError(CommError::Kind::kTimeout, "rank " + std::to_string(number(rank_)) + ": timeout after " + what +
+    const std::string late_ranks = verdict_text(verdict_of(standing.culprit));
+    throw CommError(CommError::Kind::kTimeout, "rank " + std::to_string(group_rank(rank_)) + ": timeout after " + what +
                                                    (late_ranks.empty() ? "" : ": " + late_ranks));
 }
 
@@ -255,12 +255,13 @@ WaitGraph::Verdict Membership::verdict_of(int culprit) const {
 }
 
 // Which ranks are late, and where they are; empty if that is not known.
-std::string Membership::text(const WaitGraph::Verdict& late) const {
+std::string Membership::verdict_text(const WaitGraph::Verdict& late) const {
     if (late.count == 0) return "";
     const std::size_t named = std::min<std::size_t>(late.count, WaitGraph::Verdict::kMost);
     std::string found;
     for (std::size_t each = 0; each < named; ++each) {
-        const std::string rank = name_of(late.ranks[each].rank), next = name_of(late.ranks[(each + 1) % named].rank);
+        const std::string rank = late_rank_text(late.ranks[each].rank),
+                          next = late_rank_text(late.ranks[(each + 1) % named].rank);
         found += (each ? ", " : "") + (late.is_deadlock ? "rank " + rank + " waits for rank " + next : rank);
     }
     if (late.count > named) found += " and " + std::to_string(late.count - named) + " more";
@@ -268,7 +269,7 @@ std::string Membership::text(const WaitGraph::Verdict& late) const {
     return "no sign of rank " + found + location_text(late.ranks[0], late.count);
 }
 
-std::string Membership::name_of(int late) const {
+std::string Membership::late_rank_text(int late) const {
     return late < 0 ? "in another group, process " + std::to_string(-late) : std::to_string(late);
 }
 
@@ -283,9 +284,9 @@ std::string Membership::location_text(const WaitGraph::Late& late, std::size_t r
     return ", which " + place + "; see what it does" + command;
 }
 
-bool Membership::is_local(int number) const {
+bool Membership::is_local(int rank) const {
     for (int peer = 0; peer < size_; ++peer) {
-        if (this->number(peer) == number) return true;
+        if (group_rank(peer) == rank) return true;
     }
     return false;
 }
@@ -294,7 +295,7 @@ bool Membership::is_local(int number) const {
 // lost connection is known.
 std::string Membership::loss_text(int culprit) const {
     for (int peer = 0; peer < size_; ++peer) {
-        if (number(peer) != culprit) continue;
+        if (group_rank(peer) != culprit) continue;
         const int pid = process(peer);
         return (pid ? " (process " + std::to_string(pid) + ")" : "") + std::string(" has died");
     }
@@ -310,12 +311,12 @@ std::string Membership::error_text(const Notice& notice, const std::string& what
             if (is_first_contact)
                 return ranks + " cannot be reached, in " + what + "; see whether its process has ended, and look for " +
                        firewall_text();
-            if (culprit == number(rank_))
+            if (culprit == group_rank(rank_))
                 return "rank " + std::to_string(culprit) + ": another rank has lost the connection with this rank in " +
                        what + "; see the error of that rank and whether the link is up, and create the group again";
             return ranks + loss_text(culprit) + " in " + what + "; see its last output, and create the group again";
         case CommError::Kind::kPeerLeft:
-            if (culprit == number(rank_))
+            if (culprit == group_rank(rank_))
                 return "rank " + std::to_string(culprit) + ": the group was destroyed or aborted on this rank in " +
                        what;
             return ranks + " has left the group in " + what + "; every rank must make the same calls before it leaves";
@@ -347,7 +348,7 @@ std::string Membership::error_text(const Notice& notice, const std::string& what
 std::string Membership::awaited_text(int culprit) const {
     const WaitGraph::Verdict late = verdict_of(culprit);
     if (!late.is_deadlock && late.has(rank_)) return "for this rank";
-    return late.count ? std::string("(").append(text(late)).append(")") : "in an earlier call";
+    return late.count ? std::string("(").append(verdict_text(late)).append(")") : "in an earlier call";
 }
 
 }  // namespace dist_prims

@@ -28,13 +28,15 @@ using Clock = std::chrono::steady_clock;
 // How errors name the ranks of a group that spans hosts. On one host both lists are empty, and errors contain the local
 // rank.
 struct RankNames {
-    std::vector<int> numbers;         // the group rank of each local rank
+    std::vector<int> group_ranks;     // the group rank of each local rank
     std::vector<std::string> titles;  // by group rank, for example "rank 5 on host b"
 
-    // number(): the group rank of a local rank. title(): how errors name a group rank.
-    int number(int rank) const { return numbers.empty() ? rank : numbers[static_cast<std::size_t>(rank)]; }
-    std::string title(int number) const {
-        return titles.empty() ? "rank " + std::to_string(number) : titles[static_cast<std::size_t>(number)];
+    // group_rank(): the group rank of a local rank. title(): how errors name a group rank.
+    int group_rank(int local_rank) const {
+        return group_ranks.empty() ? local_rank : group_ranks[static_cast<std::size_t>(local_rank)];
+    }
+    std::string title(int rank) const {
+        return titles.empty() ? "rank " + std::to_string(rank) : titles[static_cast<std::size_t>(rank)];
     }
 };
 
@@ -63,10 +65,10 @@ public:
     bool spans_hosts() const { return static_cast<bool>(awaited_hook_); }
     // The pid of a rank, or 0 if the rank runs in another PID namespace, where its pid has no meaning here.
     int process(int rank) const;
-    int number(int rank) const { return names_.number(rank); }
+    int group_rank(int local_rank) const { return names_.group_rank(local_rank); }
     // How errors of this rank begin: "rank 3".
-    std::string own_name() const { return "rank " + std::to_string(number(rank_)); }
-    std::string title(int number) const { return names_.title(number); }
+    std::string own_name() const { return "rank " + std::to_string(group_rank(rank_)); }
+    std::string title(int rank) const { return names_.title(rank); }
 
     // note_core() publishes the core that this rank runs on. shares_core(): whether some rank >= `from` for which
     // `awaited` holds last ran on this core, or sleeps and may wake up on it. Such a rank cannot run until this rank
@@ -165,10 +167,10 @@ private:
     void check_stop(const What& what) const;
     void run_awaited_hook(const std::function<bool(int)>& awaited) const;
     std::vector<int> ended_processes(const std::function<bool(int)>& awaited) const;
-    bool is_local(int number) const;  // whether a rank of the group is on this host
+    bool is_local(int rank) const;  // whether a rank of the group is on this host
     std::string loss_text(int culprit) const;
-    std::string text(const WaitGraph::Verdict& late) const;
-    std::string name_of(int late) const;
+    std::string verdict_text(const WaitGraph::Verdict& late) const;
+    std::string late_rank_text(int late) const;
     std::string location_text(const WaitGraph::Late& late, std::size_t ranks) const;
     WaitGraph::Verdict verdict_of(int culprit) const;
     std::string awaited_text(int culprit) const;

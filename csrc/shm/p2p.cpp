@@ -70,7 +70,7 @@ PointToPoint::PointToPoint(std::shared_ptr<const Mapping> memory, std::byte* pla
 
 std::string PointToPoint::text(const LocalRequest& request) const {
     const std::string peer_text =
-        request.peer == kAnyone ? "any rank" : "rank " + std::to_string(membership_.number(request.peer));
+        request.peer == kAnyone ? "any rank" : "rank " + std::to_string(membership_.group_rank(request.peer));
     if ((request.tag & (kCollectiveFlag | kSignalFlag)) == kSignalFlag)
         return (request.outgoing ? "signal(to " : "wait_signal(from ") + peer_text + ", window " +
                std::to_string(request.tag & ~kSignalFlag) + ")";
@@ -112,8 +112,8 @@ void PointToPoint::withdraw(const Handle& request) {
     request->finished = true;
 }
 
-PointToPoint::Handle PointToPoint::post(LocalRequest given) {
-    auto request = std::make_shared<LocalRequest>(std::move(given));
+PointToPoint::Handle PointToPoint::post(LocalRequest new_request) {
+    auto request = std::make_shared<LocalRequest>(std::move(new_request));
     membership_.check_abort([&] { return text(*request); });
     std::unique_lock lock(mutex_);
     if (closed_) std::rethrow_exception(closed_);
@@ -121,23 +121,23 @@ PointToPoint::Handle PointToPoint::post(LocalRequest given) {
     if (request->done && !progress_thread_.has_begun())
         progress_thread_ = Thread(membership_.own_name() + ": the thread of its messages",
                                   [self = shared_from_this()] { self->run_progress(); });
-    start(request);
+    start_request(request);
     if (!request->finished && request->done && progress_is_idle_ && waiting_ == 0) wake_.notify_all();
     run_callbacks(lock);
     return request;
 }
 
-void PointToPoint::start(const Handle& request) {
+void PointToPoint::start_request(const Handle& request) {
     if (request->outgoing) {
         auto& queue = outgoing_[index(request->peer)];
         queue.push_back(request);
-        if (queue.size() == 1) push(request->peer);
+        if (queue.size() == 1) write_ring(request->peer);
         return;
     }
     if (match_unexpected(request)) return;
     posted_receives_.push_back(request);
     for (int peer = 0; peer < membership_.size(); ++peer) {
-        if (request->peer == peer || request->peer == kAnyone) pull(peer);
+        if (request->peer == peer || request->peer == kAnyone) read_ring(peer);
     }
 }
 
@@ -159,13 +159,13 @@ bool PointToPoint::match_unexpected(const Handle& request) {
 bool PointToPoint::progress() {
     bool moved = false;
     for (int peer = 0; peer < membership_.size(); ++peer) {
-        if (!outgoing_[index(peer)].empty()) moved |= push(peer);
-        moved |= pull(peer);
+        if (!outgoing_[index(peer)].empty()) moved |= write_ring(peer);
+        moved |= read_ring(peer);
     }
     return moved;
 }
 
-bool PointToPoint::push(int to) {
+bool PointToPoint::write_ring(int to) {
     RingState& ring_state = this->ring_state(membership_.rank(), to);
     std::byte* ring = this->ring(membership_.rank(), to);
     std::size_t& offset = write_offsets_[index(to)];
@@ -205,7 +205,7 @@ bool PointToPoint::push(int to) {
     return written != before;
 }
 
-bool PointToPoint::pull(int from) {
+bool PointToPoint::read_ring(int from) {
     // The ring has headers, each followed by the bytes of its message. `read` counts all bytes, `offset` is a place.
     RingState& ring_state = this->ring_state(from, membership_.rank());
     const std::byte* ring = this->ring(from, membership_.rank());
@@ -253,7 +253,7 @@ bool PointToPoint::buffer_unexpected(IncomingMessage& message) {
     message.buffer.reset(new (std::nothrow) std::byte[message.bytes]);
     if (message.buffer) return true;
     fail_group("no memory for a message of " + std::to_string(message.bytes) + " bytes from rank " +
-               std::to_string(membership_.number(message.from)) + ", tag " + std::to_string(message.tag) +
+               std::to_string(membership_.group_rank(message.from)) + ", tag " + std::to_string(message.tag) +
                ", that no receive of this length asks for while another receive waits; post its receive first");
     return false;
 }
@@ -286,10 +286,10 @@ void PointToPoint::deliver(const IncomingHandle& message) {
     std::exception_ptr error;
     if (message->bytes != request->bytes) {
         error = std::make_exception_ptr(CommError(
-            CommError::Kind::kMismatch, "rank " + std::to_string(membership_.number(membership_.rank())) + ": rank " +
-                                            std::to_string(membership_.number(message->from)) + " has sent " +
-                                            std::to_string(message->bytes) + " bytes for " + text(*request) +
-                                            "; what is sent and the tensor that receives it must be of one size"));
+            CommError::Kind::kMismatch,
+            "rank " + std::to_string(membership_.group_rank(membership_.rank())) + ": rank " +
+                std::to_string(membership_.group_rank(message->from)) + " has sent " + std::to_string(message->bytes) +
+                " bytes for " + text(*request) + "; what is sent and the tensor that receives it must be of one size"));
     } else if (message->buffer) {
         std::memcpy(request->data, message->buffer.get(), message->bytes);
     }
@@ -299,7 +299,7 @@ void PointToPoint::deliver(const IncomingHandle& message) {
 void PointToPoint::finish(const Handle& request, std::exception_ptr error) {
     request->error = error;
     request->finished = true;
-    if (!error) request->trace.end(request->outgoing, membership_.number(request->peer), request->bytes);
+    if (!error) request->trace.end(request->outgoing, membership_.group_rank(request->peer), request->bytes);
     if (const Done done = std::exchange(request->done, nullptr)) {
         const auto thrown = caught([&] {
             if (auto callback = done(error)) callbacks_.push_back(std::move(callback));
@@ -341,7 +341,7 @@ bool PointToPoint::wait(const Handle& request, std::chrono::milliseconds limit) 
     bool in_time = false;
     std::unique_lock lock(mutex_);
     ++waiting_;
-    const auto error = caught([&] { in_time = move_until(request, until, lock); });
+    const auto error = caught([&] { in_time = progress_until(request, until, lock); });
     if (!lock) lock.lock();
     if (--waiting_ == 0 && progress_is_idle_ && earliest_pending()) wake_.notify_all();
     if (error) std::rethrow_exception(error);
@@ -349,12 +349,12 @@ bool PointToPoint::wait(const Handle& request, std::chrono::milliseconds limit) 
 }
 
 // Under the lock.
-bool PointToPoint::move_until(const Handle& request, Clock::time_point until, std::unique_lock<std::mutex>& lock) {
+bool PointToPoint::progress_until(const Handle& request, Clock::time_point until, std::unique_lock<std::mutex>& lock) {
     if (request->finished) return true;
     WaitPolicy wait_policy(membership_);
     std::optional<LongWait> long_wait;
     bool in_time = true;
-    const int peer = request->peer == kAnyone ? kAnyone : membership_.number(request->peer);
+    const int peer = request->peer == kAnyone ? kAnyone : membership_.group_rank(request->peer);
     const TraceSpan span(TraceKind::kWait, request->bytes, peer);
     while (!request->finished && in_time) {
         if (!closed_ && progress()) {
@@ -368,7 +368,7 @@ bool PointToPoint::move_until(const Handle& request, Clock::time_point until, st
         if (wait_policy.wait(shares_core, [&] { return try_progress(request); })) {
             in_time = Clock::now() < until;
             if (!long_wait) long_wait.emplace(membership_.wait_graph());
-            publish(request, *long_wait);
+            publish_wait(request, *long_wait);
             check_failures(request, long_wait->diagnosis);
         }
         lock.lock();
@@ -378,18 +378,18 @@ bool PointToPoint::move_until(const Handle& request, Clock::time_point until, st
 }
 
 // Publishes the wait. A background thread publishes only waits of a collective: the program of this rank continues.
-void PointToPoint::publish(const Handle& request, LongWait& long_wait) {
-    WaitGraph::Wait wait = wait_for(request);
+void PointToPoint::publish_wait(const Handle& request, LongWait& long_wait) {
+    WaitGraph::Wait wait = wait_edge(request);
     wait.in_background = in_background;
     if (!in_background || wait.in_collective) long_wait.published.set(wait);
 }
 
-WaitGraph::Wait PointToPoint::wait_for(const Handle& request) {
+WaitGraph::Wait PointToPoint::wait_edge(const Handle& request) {
     const std::lock_guard lock(mutex_);
-    return wait_of(*request);
+    return wait_edge(*request);
 }
 
-WaitGraph::Wait PointToPoint::wait_of(const LocalRequest& request) {
+WaitGraph::Wait PointToPoint::wait_edge(const LocalRequest& request) {
     const auto kind = request.outgoing ? WaitGraph::WaitKind::kSend : WaitGraph::WaitKind::kReceive;
     return {kind, (request.tag & kCollectiveFlag) != 0, request.peer == kAnyone ? WaitGraph::kAnyone : request.peer};
 }
@@ -452,7 +452,7 @@ void PointToPoint::check_failures(const Handle& request, LocalDiagnosis& diagnos
             [&] { return text(*request); });
         const std::unique_lock lock(mutex_);
         if (request->finished || Clock::now() <= request->deadline) return;
-        if (membership_.is_final(diagnosis, {wait_of(*request)}, request->timeout))
+        if (membership_.is_final(diagnosis, {wait_edge(*request)}, request->timeout))
             membership_.throw_timeout(std::to_string(request->timeout.count()) + " ms in " + text(*request),
                                       diagnosis.verdict());
     } catch (const CommError&) {
@@ -462,9 +462,9 @@ void PointToPoint::check_failures(const Handle& request, LocalDiagnosis& diagnos
         run_callbacks(lock);
     } catch (...) {  // a signal handler's exception belongs to the waiting caller
         std::unique_lock lock(mutex_);
-        fail_all(std::make_exception_ptr(
-            CommError(CommError::Kind::kInterrupted, "rank " + std::to_string(membership_.number(membership_.rank())) +
-                                                         " was interrupted in " + text(*request))));
+        fail_all(std::make_exception_ptr(CommError(
+            CommError::Kind::kInterrupted, "rank " + std::to_string(membership_.group_rank(membership_.rank())) +
+                                               " was interrupted in " + text(*request))));
         run_callbacks(lock);
         lock.unlock();
         throw;
@@ -487,7 +487,7 @@ PointToPoint::Handle PointToPoint::earliest_pending() const {
 
 // Under the lock. Ends the group because of an error of this rank alone.
 void PointToPoint::fail_group(const std::string& why) {
-    const int rank = membership_.number(membership_.rank());
+    const int rank = membership_.group_rank(membership_.rank());
     membership_.give_notice({CommError::Kind::kInterrupted, rank});
     fail_all(
         std::make_exception_ptr(CommError(CommError::Kind::kInterrupted, "rank " + std::to_string(rank) + ": " + why)));
@@ -530,7 +530,7 @@ void PointToPoint::progress_once(std::unique_lock<std::mutex>& lock, WaitPolicy&
 
 void PointToPoint::end() {
     membership_.give_notice(
-        {CommError::Kind::kInterrupted, membership_.number(membership_.rank())});  // unless there is one
+        {CommError::Kind::kInterrupted, membership_.group_rank(membership_.rank())});  // unless there is one
     const auto reason =
         caught([this] { membership_.check_abort([] { return std::string("a message that was under way"); }); });
     std::unique_lock lock(mutex_);

@@ -90,7 +90,7 @@ public:
     bool is_finished(const Handle& request);
 
     // The wait for a request, as an edge of the wait-for graph.
-    WaitGraph::Wait wait_for(const Handle& request);
+    WaitGraph::Wait wait_edge(const Handle& request);
 
     // Describes a request for an error message.
     std::string text(const LocalRequest& request) const;
@@ -119,12 +119,12 @@ private:
     std::byte* ring(int from, int to) const;
     std::size_t next_offset(std::size_t offset) const;
     Handle post(LocalRequest request);
-    void start(const Handle& request);
+    void start_request(const Handle& request);
     bool match_unexpected(const Handle& request);
     bool progress();
     bool try_progress(const Handle& request);
-    bool push(int to);
-    bool pull(int from);
+    bool write_ring(int to);
+    bool read_ring(int from);
     bool buffer_unexpected(IncomingMessage& message);
     bool has_posted_receive(int from) const;
     void match_posted(const IncomingHandle& message);
@@ -134,9 +134,9 @@ private:
     void finish(const Handle& request, std::exception_ptr error);
     void fail_all(std::exception_ptr error);
     void run_callbacks(std::unique_lock<std::mutex>& lock);
-    bool move_until(const Handle& request, Clock::time_point until, std::unique_lock<std::mutex>& lock);
-    void publish(const Handle& request, LongWait& long_wait);
-    static WaitGraph::Wait wait_of(const LocalRequest& request);
+    bool progress_until(const Handle& request, Clock::time_point until, std::unique_lock<std::mutex>& lock);
+    void publish_wait(const Handle& request, LongWait& long_wait);
+    static WaitGraph::Wait wait_edge(const LocalRequest& request);
     bool is_blocked(int rank, const WaitGraph::Wait& wait) const;
     void check_failures(const Handle& request, LocalDiagnosis& diagnosis);
     void fail_group(const std::string& why);

@@ -116,13 +116,13 @@ protected:
         auto now = Clock::now();
         if (now >= next_look_) {
             options_.look();
-            if (const int rank = options_.ended(); rank >= 0) died(rank);
+            if (const int rank = options_.ended(); rank >= 0) fail_dead(rank);
             now = Clock::now();
             next_look_ = now + kLookEvery;
         }
         if (now >= deadline_)
             fail(Kind::kTimeout, "timeout after " + std::to_string(options_.timeout.count()) +
-                                     " ms while the group was made: no sign of " + absent());
+                                     " ms while the group was made: no sign of " + absent_ranks());
         const auto left =
             std::chrono::ceil<std::chrono::milliseconds>(std::min({longest, next_look_ - now, deadline_ - now}));
         if (::poll(entries.data(), entries.size(), static_cast<int>(left.count())) >= 0) return;
@@ -140,34 +140,34 @@ protected:
     void wait_for_reason(int rank) {
         const auto until = Clock::now() + kTimeForReason;
         while (Clock::now() < until) {
-            std::vector<pollfd> entries{watch(rank)};
+            std::vector<pollfd> entries{exit_entry(rank)};
             wait(entries, kLookEvery);
-            if (entries[0].revents) died(rank);
+            if (entries[0].revents) fail_dead(rank);
         }
     }
 
-    pollfd watch(int rank) const {
+    pollfd exit_entry(int rank) const {
         const ExitDescriptor& exit = members_[index(rank)].exit;
         return {exit ? exit->get() : -1, POLLIN, 0};
     }
 
-    [[noreturn]] void died(int rank) const {
+    [[noreturn]] void fail_dead(int rank) const {
         fail(Kind::kPeerDied,
              title(rank) +
                  " has died while the group was made; look at what it printed last, and start the group again");
     }
 
     [[noreturn]] void fail(Kind kind, const std::string& what) const {
-        throw CommError(kind, "rank " + std::to_string(options_.names.number(options_.rank)) + ": " + what);
+        throw CommError(kind, "rank " + std::to_string(options_.names.group_rank(options_.rank)) + ": " + what);
     }
 
-    std::string title(int rank) const { return options_.names.title(options_.names.number(rank)); }
+    std::string title(int rank) const { return options_.names.title(options_.names.group_rank(rank)); }
 
     const RendezvousOptions& options_;
     std::vector<KnownMember> members_;  // by rank
 
 private:
-    std::string absent() const {
+    std::string absent_ranks() const {
         std::string text;
         for (int rank = 0; rank < options_.size; ++rank) {
             if (!members_[index(rank)].is_here && rank != options_.rank)
@@ -188,20 +188,20 @@ public:
         members_[0] = {this_process_id(), nullptr, true};
     }
 
-    std::vector<ExitDescriptor> serve(const std::function<void(const std::string&)>& tell) {
+    std::vector<ExitDescriptor> serve(const std::function<void(const std::string&)>& publish_word) {
         word_ = random_word();
         const Descriptor listener = listen_at(address_of(word_), options_.size);
-        tell(word_);
+        publish_word(word_);
         while (!is_complete()) {
             std::vector<pollfd> entries{{listener.get(), POLLIN, 0}};
-            for (int rank = 1; rank < options_.size; ++rank) entries.push_back(watch(rank));
+            for (int rank = 1; rank < options_.size; ++rank) entries.push_back(exit_entry(rank));
             for (const Connection& each : connections_) entries.push_back({each.socket.get(), POLLIN, 0});
             wait(entries, kLookEvery);
             auto entry = entries.begin() + 1;
             for (int rank = 1; rank < options_.size; ++rank) {
-                if ((entry++)->revents) died(rank);
+                if ((entry++)->revents) fail_dead(rank);
             }
-            std::erase_if(connections_, [&](Connection& each) { return !serve((entry++)->revents, each); });
+            std::erase_if(connections_, [&](Connection& each) { return !serve_connection((entry++)->revents, each); });
             if (entries[0].revents) accept(listener);
         }
         for (const Connection& each : connections_) introduce_others(each);
@@ -226,7 +226,7 @@ private:
     }
 
     // False if the connection is to be closed.
-    bool serve(bool is_ready, Connection& from) {
+    bool serve_connection(bool is_ready, Connection& from) {
         if (!is_ready) return from.rank >= 0 || Clock::now() < from.since + kTimeForHello;
         bool has_ended = false;
         std::optional<Packet> packet = receive_packet(from.socket, has_ended);
@@ -318,7 +318,7 @@ private:
         }
         if (connection.get() < 0 || !is_our_user(connection) || !handshake(connection, word)) return;
         while (!is_complete()) {
-            std::vector<pollfd> entries{{connection.get(), POLLIN, 0}, watch(0)};
+            std::vector<pollfd> entries{{connection.get(), POLLIN, 0}, exit_entry(0)};
             wait(entries, kLookEvery);
             if (entries[0].revents) {
                 bool has_ended = false;
@@ -326,7 +326,7 @@ private:
                 if (has_ended) return;  // the next attempt to connect tells why
                 if (packet) on_introduction(*packet);
             } else if (entries[1].revents) {
-                died(0);
+                fail_dead(0);
             }
         }
     }
@@ -376,10 +376,10 @@ private:
 }  // namespace
 
 RendezvousResult host_rendezvous(const RendezvousOptions& options, std::size_t bytes,
-                                 const std::function<void(const std::string&)>& tell) {
+                                 const std::function<void(const std::string&)>& publish_word) {
     Descriptor memory = make_memory(bytes);
     if (options.size == 1) return {std::move(memory), {nullptr}};
-    std::vector<ExitDescriptor> exits = Server(options, memory).serve(tell);
+    std::vector<ExitDescriptor> exits = Server(options, memory).serve(publish_word);
     return {std::move(memory), std::move(exits)};
 }
 

@@ -42,10 +42,10 @@ struct RendezvousResult {
     std::vector<ExitDescriptor> exits;  // of each rank's process; null for ranks of this process
 };
 
-// Rank 0: makes the memory, passes the word of this rendezvous to `tell`, and serves the ranks 1 to size - 1. Throws
-// CommError if a rank dies, gives up or times out.
+// Rank 0: makes the memory, passes the word of this rendezvous to `publish_word`, and serves the ranks 1 to size - 1.
+// Throws CommError if a rank dies, gives up or times out.
 RendezvousResult host_rendezvous(const RendezvousOptions& options, std::size_t bytes,
-                                 const std::function<void(const std::string&)>& tell);
+                                 const std::function<void(const std::string&)>& publish_word);
 
 // Every other rank. `word` returns the word that rank 0 has published, or an empty string before that.
 RendezvousResult join_rendezvous(const RendezvousOptions& options, const std::function<std::string()>& word);

@@ -116,7 +116,7 @@ void SlotExchange::phase() {
     }
     move_trace_step(1);
     if (std::exchange(compares_, false)) {
-        if (const int peer = differs(); peer >= 0) throw_mismatch(rank(), 0, call(0), peer, call(peer));
+        if (const int peer = differing_rank(); peer >= 0) throw_mismatch(rank(), 0, call(0), peer, call(peer));
     }
 }
 
@@ -126,7 +126,7 @@ void SlotExchange::wait_for_all() {
     std::optional<LongWait> long_wait;
     TraceSpan span(TraceKind::kWait);
     for (int peer = 0; peer < size(); ++peer) {
-        if (is_behind(peer)) span.set_peer(membership_.number(peer));  // in the end, the rank that came last
+        if (is_behind(peer)) span.set_peer(membership_.group_rank(peer));  // in the end, the rank that came last
         while (is_behind(peer)) {
             const bool shares_core = membership_.shares_core(peer, [this](int each) { return is_behind(each); });
             const bool is_long = wait_policy.wait(shares_core, [this] { return !any_is_behind(); });
@@ -148,7 +148,7 @@ int SlotExchange::shared_tensor_count() const {
     return found;
 }
 
-int SlotExchange::differs() const {
+int SlotExchange::differing_rank() const {
     for (int peer = 1; peer < size(); ++peer) {
         if (!call(0).agrees_with(call(peer))) return peer;
     }
@@ -191,7 +191,7 @@ std::string SlotExchange::late_text() const {
     std::string text;
     for (int peer = 0; peer < size(); ++peer) {
         if (is_behind(peer))
-            text += (text.empty() ? "no sign of rank " : ", ") + std::to_string(membership_.number(peer));
+            text += (text.empty() ? "no sign of rank " : ", ") + std::to_string(membership_.group_rank(peer));
     }
     return text;
 }

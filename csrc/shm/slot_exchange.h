@@ -54,9 +54,9 @@ public:
     // throws Mismatch on every rank if two differ, unless `compares` is false.
     void open(const Call& call, std::chrono::milliseconds timeout, bool compares = true);
     // Restarts the timeout for the rest of the call.
-    void renew() { deadline_ = Clock::time_point{}; }
+    void restart_timeout() { deadline_ = Clock::time_point{}; }
     // The first rank whose call differs from rank 0's, or -1. Valid after the first phase.
-    int differs() const;
+    int differing_rank() const;
 
     std::byte* mine();
     void phase();

@@ -118,7 +118,7 @@ void WaitGraph::Published::publish_elsewhere(const Wait& wait) {
     groups.heartbeat(graph_);
     if (Clock::now() < elsewhere_->next_look) return;
     elsewhere_->next_look = Clock::now() + kBetweenLooksElsewhere;
-    const Verdict verdict = graph_.find({wait}, elsewhere_->since);
+    const Verdict verdict = graph_.find_late({wait}, elsewhere_->since);
     std::vector<int> pids;
     for (std::size_t each = 0; each < std::min<std::size_t>(verdict.count, kMostElsewhere); ++each) {
         const int rank = verdict.ranks[each].rank, pid = rank < 0 ? -rank : graph_.pid_of_(rank);
@@ -156,7 +156,7 @@ int WaitGraph::rank_of(int pid) const {
     return -pid;
 }
 
-WaitGraph::Waits WaitGraph::waits(int rank) const {
+WaitGraph::Waits WaitGraph::published_waits(int rank) const {
     Waits found;
     for (const auto& slot : entry(rank).slots) {
         const Wait wait = unpacked(slot.load());
@@ -167,7 +167,7 @@ WaitGraph::Waits WaitGraph::waits(int rank) const {
 
 // The ranks that are furthest behind, if `rank` is ahead of them. A rank between them and `rank` is left out: it waits
 // for them as well.
-WaitGraph::Nodes WaitGraph::behind(int rank) const {
+WaitGraph::Nodes WaitGraph::ranks_behind(int rank) const {
     std::vector<std::uint64_t> phases;
     for (int peer = 0; peer < size_; ++peer) phases.push_back(position_(peer).phase);
     const std::uint64_t least = *std::min_element(phases.begin(), phases.end(), precedes);
@@ -180,7 +180,7 @@ WaitGraph::Nodes WaitGraph::behind(int rank) const {
 }
 
 // A receive from any rank waits for all of them: it is blocked as long as none of them sends.
-WaitGraph::Nodes WaitGraph::targets(int rank, const Wait& wait) const {
+WaitGraph::Nodes WaitGraph::awaited_nodes(int rank, const Wait& wait) const {
     if (wait.peer != kAnyone) return {{wait.peer, wait.in_collective}};
     Nodes found;
     for (int peer = 0; peer < size_; ++peer) {
@@ -189,43 +189,43 @@ WaitGraph::Nodes WaitGraph::targets(int rank, const Wait& wait) const {
     return found;
 }
 
-void WaitGraph::add_messages(int rank, bool in_collective, Nodes& found) const {
-    for (const Wait& wait : waits(rank)) {
+void WaitGraph::add_message_edges(int rank, bool in_collective, Nodes& found) const {
+    for (const Wait& wait : published_waits(rank)) {
         const bool is_message = wait.kind == WaitKind::kReceive || wait.kind == WaitKind::kSend;
         if (!is_message || wait.in_collective != in_collective || !is_blocked_(rank, wait)) continue;
-        for (const Node& target : targets(rank, wait)) found.push_back(target);
+        for (const Node& target : awaited_nodes(rank, wait)) found.push_back(target);
     }
 }
 
-void WaitGraph::add_elsewhere(int rank, const std::vector<std::uint64_t>& since, Nodes& found) const {
+void WaitGraph::add_elsewhere_edges(int rank, const std::vector<std::uint64_t>& since, Nodes& found) const {
     if (pid_of_ && pid_of_(rank) == 0) return;  // its pids are of another PID namespace
     const RankEntry& of = entry(rank);
     const auto now = Clock::now().time_since_epoch().count();
     const bool has_failed = now - of.failed_elsewhere.load() < Clock::duration(kFailureCounts).count();
     if (of.heartbeats.load(std::memory_order_relaxed) == since[static_cast<std::size_t>(rank)] && !has_failed) return;
-    for (const Wait& wait : waits(rank)) {
+    for (const Wait& wait : published_waits(rank)) {
         if (wait.kind == WaitKind::kElsewhere) found.push_back({rank_of(wait.peer), false});
     }
 }
 
 WaitGraph::Nodes WaitGraph::edges_of_collectives(int rank) const {
-    Nodes found = behind(rank);
-    if (found.empty()) add_messages(rank, true, found);
+    Nodes found = ranks_behind(rank);
+    if (found.empty()) add_message_edges(rank, true, found);
     return found;
 }
 
 // A rank whose collectives wait for nothing has not made the call: the result then depends on what its program waits
 // for.
-WaitGraph::Nodes WaitGraph::edges(const Node& node, const std::vector<std::uint64_t>& since) const {
-    const auto published = waits(node.rank);
+WaitGraph::Nodes WaitGraph::edges_from(const Node& node, const std::vector<std::uint64_t>& since) const {
+    const auto published = published_waits(node.rank);
     const bool is_in_collective = std::any_of(published.begin(), published.end(), [](const Wait& wait) {
         return wait.kind == WaitKind::kCollective || (wait.in_collective && !wait.in_background);
     });
     Nodes found;
     if (node.is_collectives || is_in_collective) found = edges_of_collectives(node.rank);
     if (node.is_collectives && !found.empty()) return found;
-    add_messages(node.rank, false, found);
-    add_elsewhere(node.rank, since, found);
+    add_message_edges(node.rank, false, found);
+    add_elsewhere_edges(node.rank, since, found);
     return found;
 }
 
@@ -238,9 +238,9 @@ public:
     void visit(const Node& node) {
         if (node.rank < 0) return add_late({node.rank, LateState::kIsInNoCall, 0});  // a process of another group
         if (std::exchange(visited_[2 * static_cast<std::size_t>(node.rank) + node.is_collectives], char{1}))
-            return note_cycle(node);
+            return note_deadlock(node);
         path_.push_back(node);
-        const Nodes next = graph_.edges(node, since_);
+        const Nodes next = graph_.edges_from(node, since_);
         for (const Node& each : next) visit(each);
         if (next.empty()) add_late(graph_.describe(node.rank, node.is_collectives));
         path_.pop_back();
@@ -253,7 +253,7 @@ private:
         if (!late_.has(late.rank)) late_.add(late);
     }
 
-    void note_cycle(const Node& node) {
+    void note_deadlock(const Node& node) {
         auto each = std::find_if(path_.begin(), path_.end(), [&](const Node& other) {
             return other.rank == node.rank && other.is_collectives == node.is_collectives;
         });
@@ -271,10 +271,11 @@ private:
     Verdict late_, deadlock_;
 };
 
-WaitGraph::Verdict WaitGraph::find(const Waits& waits, const std::vector<std::uint64_t>& since) const {
+WaitGraph::Verdict WaitGraph::find_late(const Waits& waits, const std::vector<std::uint64_t>& since) const {
     Search search(*this, since);
     for (const Wait& wait : waits) {
-        const Nodes first = wait.kind == WaitKind::kCollective ? edges_of_collectives(rank_) : targets(rank_, wait);
+        const Nodes first =
+            wait.kind == WaitKind::kCollective ? edges_of_collectives(rank_) : awaited_nodes(rank_, wait);
         for (const Node& each : first) search.visit(each);
     }
     return search.verdict();
@@ -358,7 +359,7 @@ void WaitGraphs::clear_later(Slots& slots) {
     const std::lock_guard lock(mutex_);
     const auto now = Clock::now().time_since_epoch().count();
     for (const Slot& slot : slots) {
-        if (is_there(slot)) slot.graph->entry(slot.graph->rank_).failed_elsewhere.store(now);
+        if (exists(slot)) slot.graph->entry(slot.graph->rank_).failed_elsewhere.store(now);
         failed_.push_back(slot);
     }
     last_failure_ = Clock::now();
@@ -371,13 +372,13 @@ void WaitGraphs::forget_old_failures() {
 
 void WaitGraphs::clear_under_lock(Slots& slots) {
     for (const Slot& slot : slots) {
-        if (is_there(slot)) slot.place->store(0);
+        if (exists(slot)) slot.place->store(0);
     }
     slots.clear();
 }
 
 // The graph may have been destroyed meanwhile, with its memory.
-bool WaitGraphs::is_there(const Slot& slot) const {
+bool WaitGraphs::exists(const Slot& slot) const {
     const auto found = ids_.find(slot.graph);
     return found != ids_.end() && found->second == slot.id;
 }
@@ -388,7 +389,7 @@ bool LocalDiagnosis::is_final(const WaitGraph& graph, const WaitGraph::Waits& wa
     const auto settling = std::clamp(timeout / 4, kLeastSettling, kMostSettling);
     const bool is_first = began_ == Clock::time_point{};
     if (is_first) heartbeats_ = graph.heartbeats();
-    const WaitGraph::Verdict before = std::exchange(verdict_, graph.find(waits, heartbeats_));
+    const WaitGraph::Verdict before = std::exchange(verdict_, graph.find_late(waits, heartbeats_));
     if (is_first) {
         began_ = unchanged_since_ = now;
     } else if (!verdict_.names_the_same(before)) {

@@ -126,7 +126,7 @@ public:
     // waits: what the thread of this rank waits for.
     // since: an earlier result of heartbeats(). A rank whose heartbeat is the same is stopped, so that what it has
     //     published about other groups does not count.
-    Verdict find(const Waits& waits, const std::vector<std::uint64_t>& since) const;
+    Verdict find_late(const Waits& waits, const std::vector<std::uint64_t>& since) const;
     // Return why a rank is late: the call that it has not made, or in which it is.
     Late describe(int rank, bool in_collective) const;
 
@@ -151,13 +151,13 @@ private:
     RankEntry& entry(int rank) const;
     std::atomic<std::uint64_t>* take_slot(const Wait& wait) const;
     int rank_of(int pid) const;
-    Waits waits(int rank) const;
-    Nodes behind(int rank) const;
-    Nodes targets(int rank, const Wait& wait) const;
-    Nodes edges(const Node& node, const std::vector<std::uint64_t>& since) const;
+    Waits published_waits(int rank) const;
+    Nodes ranks_behind(int rank) const;
+    Nodes awaited_nodes(int rank, const Wait& wait) const;
+    Nodes edges_from(const Node& node, const std::vector<std::uint64_t>& since) const;
     Nodes edges_of_collectives(int rank) const;
-    void add_messages(int rank, bool in_collective, Nodes& found) const;
-    void add_elsewhere(int rank, const std::vector<std::uint64_t>& since, Nodes& found) const;
+    void add_message_edges(int rank, bool in_collective, Nodes& found) const;
+    void add_elsewhere_edges(int rank, const std::vector<std::uint64_t>& since, Nodes& found) const;
 
     std::byte* const place_;
     const int rank_, size_;
@@ -197,7 +197,7 @@ public:
 
 private:
     void clear_under_lock(Slots& slots);
-    bool is_there(const Slot& slot) const;
+    bool exists(const Slot& slot) const;
 
     std::mutex mutex_;  // of all members below
     std::map<WaitGraph*, std::uint64_t> ids_;

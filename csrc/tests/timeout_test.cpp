@@ -223,20 +223,20 @@ CASE(a_rank_that_is_blocked_in_another_group) {
     {
         WaitGraph::Published published(*blocked);
         published.set({WaitGraph::WaitKind::kReceive, false, 1});
-        CHECK(seen->find({for_rank_0}, before).ranks[0].rank == -kOutside);
-        CHECK(seen->find({for_rank_0}, seen->heartbeats()).ranks[0].rank == 0);  // it is stopped
+        CHECK(seen->find_late({for_rank_0}, before).ranks[0].rank == -kOutside);
+        CHECK(seen->find_late({for_rank_0}, seen->heartbeats()).ranks[0].rank == 0);  // it is stopped
         gone.reset();
     }
-    CHECK(seen->find({for_rank_0}, before).ranks[0].rank == 0);
+    CHECK(seen->find_late({for_rank_0}, before).ranks[0].rank == 0);
     WaitGraph::Published failed(*blocked);
     {
         WaitGraph::Published published(*blocked);
         published.set({WaitGraph::WaitKind::kReceive, false, 1});
         published.fail();
     }
-    CHECK(seen->find({for_rank_0}, seen->heartbeats()).ranks[0].rank == -kOutside);
+    CHECK(seen->find_late({for_rank_0}, seen->heartbeats()).ranks[0].rank == -kOutside);
     failed.set({WaitGraph::WaitKind::kReceive, true, 0});  // it waits again, for another reason
-    CHECK(seen->find({for_rank_0}, before).ranks[0].rank == 0);
+    CHECK(seen->find_late({for_rank_0}, before).ranks[0].rank == 0);
 }
 
 }  // namespace

@@ -183,9 +183,9 @@ BegunMessage Execution::begin_message(const UserMessage& message) {
         try {
             LongWait waiting(membership.wait_graph());
             do {
-                waiting.published.set(p2p.wait_for(request));
+                waiting.published.set(p2p.wait_edge(request));
                 if (p2p.wait(request, kBetweenDiagnoses)) return;
-            } while (!membership.is_final(waiting.diagnosis, {p2p.wait_for(request)}, limit));
+            } while (!membership.is_final(waiting.diagnosis, {p2p.wait_edge(request)}, limit));
             membership.throw_timeout(std::to_string(limit.count()) + " ms in the wait for " + p2p.text(*request),
                                      waiting.diagnosis.verdict());
         } catch (const CommError&) {
@@ -194,7 +194,7 @@ BegunMessage Execution::begin_message(const UserMessage& message) {
         }
     };
     const auto source = [host_segment = host_segment_, request] {
-        return request->peer < 0 ? request->peer : host_segment->membership.number(request->peer);
+        return request->peer < 0 ? request->peer : host_segment->membership.group_rank(request->peer);
     };
     return {wait, source};
 }
