@@ -1,5 +1,5 @@
-// The loops of kernels.h, included once for each instruction set, inside a namespace of its own: plain loops that the
-// compiler turns into vectors. No include guard, no includes: kernels_<set>.cpp brings both.
+// The loops of kernels.h: plain loops, which the compiler turns into vector instructions. Each kernels_<set>.cpp
+// includes this file once, in a namespace of its own; so the file has neither an include guard nor includes.
 
 struct Half {
     std::uint16_t bits;
@@ -7,10 +7,12 @@ struct Half {
 struct BFloat16 {
     std::uint16_t bits;
 };
-struct Flag {  // a bool of a tensor: any byte but 0 is true, which C++ does not promise of its own bool
+struct Flag {  // an element of a bool tensor: any byte but 0 is true, whereas a bool of C++ is 0 or 1
     std::uint8_t byte;
 };
 
+// float16 to float32, and back with rounding to the nearest even number, without branches. tiny: numbers below the
+// normal range of float16.
 inline float widen(Half h) {
     const std::uint32_t w = std::uint32_t{h.bits} << 16, sign = w & 0x80000000u, two_w = w + w;
     const float normal = std::bit_cast<float>((two_w >> 4) + (0xE0u << 23)) * 0x1.0p-112f;
@@ -39,7 +41,7 @@ inline BFloat16 narrow_bfloat16(float f) {
     return {static_cast<std::uint16_t>((w & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded)};
 }
 
-// How a stored element is computed with: half types in float32, the others as they are.
+// How a stored element is computed with: half types as float32, Flag as bool, the others as they are.
 template <typename T>
 struct Wide {
     using type = T;
@@ -80,7 +82,7 @@ T rounded(T product) {
 #endif
 }
 
-// kWraps: whole numbers are computed in the unsigned type, as a signed one must not overflow.
+// The operations. kWraps: integers are computed as unsigned integers, because signed integers must not overflow.
 struct Sum {
     static constexpr bool kWraps = true;
     template <typename T>
@@ -102,7 +104,7 @@ struct Product {
         return {rounded(a.re * b.re) - rounded(a.im * b.im), rounded(a.re * b.im) + rounded(a.im * b.re)};
     }
 };
-struct Min {  // not a number stays so
+struct Min {  // if an input is not a number (NaN), the result is NaN
     static constexpr bool kWraps = false;
     template <typename T>
     static T apply(T a, T b) {
@@ -116,28 +118,19 @@ struct Max {
         return a != a ? a : (a < b || b != b) ? b : a;
     }
 };
-struct BitAnd {
+template <typename Operator>
+struct Bitwise {
     static constexpr bool kWraps = true;
     template <typename T>
     static T apply(T a, T b) {
-        return static_cast<T>(a & b);
+        return static_cast<T>(Operator()(a, b));
     }
 };
-struct BitOr {
-    static constexpr bool kWraps = true;
-    template <typename T>
-    static T apply(T a, T b) {
-        return static_cast<T>(a | b);
-    }
-};
-struct BitXor {
-    static constexpr bool kWraps = true;
-    template <typename T>
-    static T apply(T a, T b) {
-        return static_cast<T>(a ^ b);
-    }
-};
+using BitAnd = Bitwise<std::bit_and<>>;
+using BitOr = Bitwise<std::bit_or<>>;
+using BitXor = Bitwise<std::bit_xor<>>;
 
+// Folds 2 to 4 inputs in one loop.
 template <typename F, typename T, int N>
 void fold_few(T* out, const T* const* in, std::size_t count) {
     using W = Wide<T>;
@@ -150,6 +143,7 @@ void fold_few(T* out, const T* const* in, std::size_t count) {
     }
 }
 
+// Folds any number of inputs, one after the other in each block.
 template <typename F, typename T>
 void fold_many(T* out, const T* const* in, int inputs, std::size_t count) {
     using W = Wide<T>;
@@ -159,8 +153,8 @@ void fold_many(T* out, const T* const* in, int inputs, std::size_t count) {
         const std::size_t n = count - begin < kBlock ? count - begin : kBlock;
         for (std::size_t i = 0; i < n; ++i) total[i] = W::load(in[0][begin + i]);
         for (int k = 1; k < inputs; ++k) {
-            const T* each = in[k] + begin;
-            for (std::size_t i = 0; i < n; ++i) total[i] = F::apply(total[i], W::load(each[i]));
+            const T* input = in[k] + begin;
+            for (std::size_t i = 0; i < n; ++i) total[i] = F::apply(total[i], W::load(input[i]));
         }
         for (std::size_t i = 0; i < n; ++i) out[begin + i] = W::store(total[i]);
     }
@@ -185,67 +179,87 @@ void fold_as(void* out, const void* const* in, int inputs, std::size_t count) {
     }
 }
 
+template <typename T>
+struct Type {};
+
+// with_integer() and with_real(): call `run` with the type of the elements. Do nothing for any other dtype.
+template <typename Run>
+void with_integer(DType dtype, const Run& run) {
+    switch (dtype) {
+        case DType::kUInt8:
+            return run(Type<std::uint8_t>());
+        case DType::kInt8:
+            return run(Type<std::int8_t>());
+        case DType::kUInt16:
+            return run(Type<std::uint16_t>());
+        case DType::kInt16:
+            return run(Type<std::int16_t>());
+        case DType::kUInt32:
+            return run(Type<std::uint32_t>());
+        case DType::kInt32:
+            return run(Type<std::int32_t>());
+        case DType::kUInt64:
+            return run(Type<std::uint64_t>());
+        case DType::kInt64:
+            return run(Type<std::int64_t>());
+        default:
+            return;
+    }
+}
+
+template <typename Run>
+void with_real(DType dtype, const Run& run) {
+    switch (dtype) {
+        case DType::kFloat16:
+            return run(Type<Half>());
+        case DType::kBFloat16:
+            return run(Type<BFloat16>());
+        case DType::kFloat32:
+            return run(Type<float>());
+        case DType::kFloat64:
+            return run(Type<double>());
+        default:
+            return;
+    }
+}
+
+// For operations that act on both parts of a complex number alike: the dtype of the parts, and their number.
+inline DType as_reals(DType dtype, std::size_t& count) {
+    if (dtype != DType::kComplex64 && dtype != DType::kComplex128) return dtype;
+    count *= 2;
+    return dtype == DType::kComplex64 ? DType::kFloat32 : DType::kFloat64;
+}
+
 template <typename F, typename T>
 using Whole = std::conditional_t<F::kWraps, std::make_unsigned_t<T>, T>;
 
 template <typename F>
 void fold_integers(DType dtype, void* out, const void* const* in, int inputs, std::size_t count) {
-    switch (dtype) {
-        case DType::kUInt8:
-            return fold_as<F, std::uint8_t>(out, in, inputs, count);
-        case DType::kInt8:
-            return fold_as<F, Whole<F, std::int8_t>>(out, in, inputs, count);
-        case DType::kUInt16:
-            return fold_as<F, std::uint16_t>(out, in, inputs, count);
-        case DType::kInt16:
-            return fold_as<F, Whole<F, std::int16_t>>(out, in, inputs, count);
-        case DType::kUInt32:
-            return fold_as<F, std::uint32_t>(out, in, inputs, count);
-        case DType::kInt32:
-            return fold_as<F, Whole<F, std::int32_t>>(out, in, inputs, count);
-        case DType::kUInt64:
-            return fold_as<F, std::uint64_t>(out, in, inputs, count);
-        case DType::kInt64:
-            return fold_as<F, Whole<F, std::int64_t>>(out, in, inputs, count);
-        case DType::kBool:
-            return fold_as<F, Flag>(out, in, inputs, count);
-        default:
-            return;  // reduces() has refused it
-    }
+    if (dtype == DType::kBool) return fold_as<F, Flag>(out, in, inputs, count);
+    with_integer(dtype, [&]<typename T>(Type<T>) { fold_as<F, Whole<F, T>>(out, in, inputs, count); });
 }
 
 template <typename F>
-void fold_reals(DType dtype, void* out, const void* const* in, int inputs, std::size_t count) {
-    switch (dtype) {
-        case DType::kFloat16:
-            return fold_as<F, Half>(out, in, inputs, count);
-        case DType::kBFloat16:
-            return fold_as<F, BFloat16>(out, in, inputs, count);
-        case DType::kFloat32:
-            return fold_as<F, float>(out, in, inputs, count);
-        case DType::kFloat64:
-            return fold_as<F, double>(out, in, inputs, count);
-        default:
-            return fold_integers<F>(dtype, out, in, inputs, count);
-    }
+void fold_numbers(DType dtype, void* out, const void* const* in, int inputs, std::size_t count) {
+    with_real(dtype, [&]<typename T>(Type<T>) { fold_as<F, T>(out, in, inputs, count); });
+    fold_integers<F>(dtype, out, in, inputs, count);
 }
 
+// reduces() in types.cpp has refused what has no case here.
 void fold(Op op, DType dtype, void* out, const void* const* in, int inputs, std::size_t count) {
-    const bool single = dtype == DType::kComplex64, twice = dtype == DType::kComplex128;
     switch (op) {
-        case Op::kSum:  // complex numbers add as pairs of reals
+        case Op::kSum:
         case Op::kPremulSum:
-            if (single) return fold_as<Sum, float>(out, in, inputs, 2 * count);
-            if (twice) return fold_as<Sum, double>(out, in, inputs, 2 * count);
-            return fold_reals<Sum>(dtype, out, in, inputs, count);
+            dtype = as_reals(dtype, count);
+            return fold_numbers<Sum>(dtype, out, in, inputs, count);
         case Op::kProduct:
-            if (single) return fold_as<Product, Complex<float>>(out, in, inputs, count);
-            if (twice) return fold_as<Product, Complex<double>>(out, in, inputs, count);
-            return fold_reals<Product>(dtype, out, in, inputs, count);
+            if (dtype == DType::kComplex64) return fold_as<Product, Complex<float>>(out, in, inputs, count);
+            if (dtype == DType::kComplex128) return fold_as<Product, Complex<double>>(out, in, inputs, count);
+            return fold_numbers<Product>(dtype, out, in, inputs, count);
         case Op::kMin:
-            return fold_reals<Min>(dtype, out, in, inputs, count);
+            return fold_numbers<Min>(dtype, out, in, inputs, count);
         case Op::kMax:
-            return fold_reals<Max>(dtype, out, in, inputs, count);
+            return fold_numbers<Max>(dtype, out, in, inputs, count);
         case Op::kBitAnd:
             return fold_integers<BitAnd>(dtype, out, in, inputs, count);
         case Op::kBitOr:
@@ -258,6 +272,7 @@ void fold(Op op, DType dtype, void* out, const void* const* in, int inputs, std:
     }
 }
 
+// out = (in[0] * scales[0] + in[1] * scales[1] + ...) / divisor, for half types; computed in float32.
 template <typename T>
 void mean_as(void* out, const void* const* in, const float* scales, int inputs, float divisor, std::size_t count) {
     using W = Wide<T>;
@@ -266,12 +281,12 @@ void mean_as(void* out, const void* const* in, const float* scales, int inputs, 
     for (std::size_t begin = 0; begin < count; begin += kBlock) {
         const std::size_t n = count - begin < kBlock ? count - begin : kBlock;
         for (int k = 0; k < inputs; ++k) {
-            const T* each = static_cast<const T*>(in[k]) + begin;
+            const T* input = static_cast<const T*>(in[k]) + begin;
             const float by = scales[k];
             if (k == 0)
-                for (std::size_t i = 0; i < n; ++i) total[i] = W::load(each[i]) * by;
+                for (std::size_t i = 0; i < n; ++i) total[i] = W::load(input[i]) * by;
             else
-                for (std::size_t i = 0; i < n; ++i) total[i] += W::load(each[i]) * by;
+                for (std::size_t i = 0; i < n; ++i) total[i] += W::load(input[i]) * by;
         }
         T* to = static_cast<T*>(out) + begin;
         if (divisor == 1)
@@ -289,39 +304,17 @@ void mean(DType dtype, void* out, const void* const* in, const float* scales, in
 
 template <typename T>
 void divide_as(void* data, int divisor, std::size_t count) {
-    auto* each = static_cast<T*>(data);
-    for (std::size_t i = 0; i < count; ++i) each[i] = static_cast<T>(each[i] / divisor);
+    using W = Wide<T>;
+    auto* elements = static_cast<T*>(data);
+    for (std::size_t i = 0; i < count; ++i)
+        elements[i] = W::store(static_cast<typename W::type>(W::load(elements[i]) / divisor));
 }
 
 void divide(DType dtype, void* data, int divisor, std::size_t count) {
-    switch (dtype) {
-        case DType::kUInt8:
-            return divide_as<std::uint8_t>(data, divisor, count);
-        case DType::kInt8:
-            return divide_as<std::int8_t>(data, divisor, count);
-        case DType::kUInt16:
-            return divide_as<std::uint16_t>(data, divisor, count);
-        case DType::kInt16:
-            return divide_as<std::int16_t>(data, divisor, count);
-        case DType::kUInt32:
-            return divide_as<std::uint32_t>(data, divisor, count);
-        case DType::kInt32:
-            return divide_as<std::int32_t>(data, divisor, count);
-        case DType::kUInt64:
-            return divide_as<std::uint64_t>(data, divisor, count);
-        case DType::kInt64:
-            return divide_as<std::int64_t>(data, divisor, count);
-        case DType::kFloat32:
-            return divide_as<float>(data, divisor, count);
-        case DType::kFloat64:
-            return divide_as<double>(data, divisor, count);
-        case DType::kComplex64:
-            return divide_as<float>(data, divisor, 2 * count);
-        case DType::kComplex128:
-            return divide_as<double>(data, divisor, 2 * count);
-        default:
-            return;  // half types are divided within their last sum
-    }
+    dtype = as_reals(dtype, count);
+    const auto run = [&]<typename T>(Type<T>) { divide_as<T>(data, divisor, count); };
+    with_integer(dtype, run);
+    with_real(dtype, run);
 }
 
 template <typename T>
@@ -334,24 +327,11 @@ void scale_as(void* out, const void* in, double factor, std::size_t count) {
 }
 
 void scale(DType dtype, void* out, const void* in, double factor, std::size_t count) {
-    switch (dtype) {
-        case DType::kFloat16:
-            return scale_as<Half>(out, in, factor, count);
-        case DType::kBFloat16:
-            return scale_as<BFloat16>(out, in, factor, count);
-        case DType::kFloat32:
-            return scale_as<float>(out, in, factor, count);
-        case DType::kFloat64:
-            return scale_as<double>(out, in, factor, count);
-        case DType::kComplex64:
-            return scale_as<float>(out, in, factor, 2 * count);
-        case DType::kComplex128:
-            return scale_as<double>(out, in, factor, 2 * count);
-        default:
-            return;
-    }
+    dtype = as_reals(dtype, count);
+    with_real(dtype, [&]<typename T>(Type<T>) { scale_as<T>(out, in, factor, count); });
 }
 
+// The bits of a product are the same for signed and unsigned integers, so the unsigned type serves both.
 template <typename T>
 void multiply_as(void* out, const void* in, std::uint64_t factor, std::size_t count) {
     auto* to = static_cast<T*>(out);
@@ -361,20 +341,5 @@ void multiply_as(void* out, const void* in, std::uint64_t factor, std::size_t co
 }
 
 void multiply(DType dtype, void* out, const void* in, std::uint64_t factor, std::size_t count) {
-    switch (dtype) {  // signed or not: the bits of the product are the same
-        case DType::kUInt8:
-        case DType::kInt8:
-            return multiply_as<std::uint8_t>(out, in, factor, count);
-        case DType::kUInt16:
-        case DType::kInt16:
-            return multiply_as<std::uint16_t>(out, in, factor, count);
-        case DType::kUInt32:
-        case DType::kInt32:
-            return multiply_as<std::uint32_t>(out, in, factor, count);
-        case DType::kUInt64:
-        case DType::kInt64:
-            return multiply_as<std::uint64_t>(out, in, factor, count);
-        default:
-            return;
-    }
+    with_integer(dtype, [&]<typename T>(Type<T>) { multiply_as<std::make_unsigned_t<T>>(out, in, factor, count); });
 }

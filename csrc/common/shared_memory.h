@@ -10,10 +10,14 @@
 
 namespace dist_prims {
 
-// Bytes of a cache line. What one rank writes has lines of its own.
+// Bytes of a cache line. Data that different ranks write lies on different lines.
 inline constexpr std::size_t kCacheLine = 64;
 
-// An open descriptor, closed with its owner.
+inline std::size_t round_up_to_line(std::size_t bytes) {
+    return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
+}
+
+// An open file descriptor; the destructor closes it. -1: none.
 class Descriptor {
 public:
     explicit Descriptor(int number = -1) : number_(number) {}

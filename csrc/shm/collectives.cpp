@@ -11,34 +11,38 @@
 namespace dist_prims {
 namespace {
 
-constexpr std::size_t kAlign = 64;  // a chunk begins on a cache line
-
 void transfer(std::byte* to, const std::byte* from, std::size_t bytes) {
     if (bytes != 0 && to != from) std::memcpy(to, from, bytes);
 }
 
-// transfer() as an event of its own.
+// transfer() as an event of the trace.
 void traced_transfer(std::byte* to, const std::byte* from, std::size_t bytes) {
     const TraceSpan span(TraceKind::kCopy, bytes);
     transfer(to, from, bytes);
 }
 
-// Bytes of segment `number`, of a block of `bytes` cut into segments of `length`.
+// The bytes of segment `number`, if `bytes` are cut into segments of `length`. Ranks may have blocks of different
+// lengths: a segment behind the end of a block is empty.
 std::size_t segment_bytes(std::size_t bytes, std::size_t length, std::size_t number) {
     const std::size_t begin = number * length;
     return begin >= bytes ? 0 : std::min(length, bytes - begin);
 }
 
+// The number of segments: at least 1, because each call has a first phase.
 std::size_t segment_count(std::size_t bytes, std::size_t length) {
     return std::max<std::size_t>((bytes + length - 1) / length, 1);
 }
 
-// The largest piece so that `pieces` of them fit a slot.
+// The length of a piece, if a slot holds `pieces` of them.
 std::size_t piece_bytes(const SlotExchange& slots, std::size_t pieces) {
-    return slots.capacity() / pieces / kAlign * kAlign;
+    return slots.capacity() / pieces / kCacheLine * kCacheLine;
 }
 
-// Reduce in two shots: each rank folds its chunk of every segment and posts it beside its part of the next segment.
+// An all-reduce in two shots: each rank sums its own chunk of a segment, then all ranks collect the sums. A rank posts
+// the sum of its chunk beside its input of the next segment, so a segment costs one phase. Offsets and counts are
+// elements here.
+//
+//     slot of rank 1, phase n   | chunk 0 of segment n |    -    | chunk 2 of segment n | sum of chunk 1, segment n - 1
 class TwoShot {
 public:
     TwoShot(SlotExchange& slots, DType dtype, Op op, const std::byte* in, std::size_t count)
@@ -51,58 +55,68 @@ public:
           ranks_(static_cast<std::size_t>(slots.size())),
           chunk_(piece_bytes(slots, ranks_ + 1)) {}
 
-    // `out` may be the input, or null on a rank that wants no result. If `unless_shared` and some rank has its data in
-    // a shared tensor, only the first phase runs, and the result is false.
-    bool run(std::byte* out, bool unless_shared) {
-        const std::size_t per_segment = chunk_ / element_ * ranks_, last = segment_count(count_, per_segment);
-        std::size_t done = 0, before = 0;  // where the segment begins whose chunks are summed, and its elements
-        for (std::size_t number = 0; number <= last; ++number) {
-            const std::size_t begin = number * per_segment,
-                              now = number < last ? segment_bytes(count_, per_segment, number) : 0;
-            post_input(begin, now);
+    // `out` may be the input, or null on a rank that gets no result. With `stops_if_shared`, only the first phase runs
+    // if some rank has its data in a shared tensor, and the result is false.
+    bool run(std::byte* out, bool stops_if_shared) {
+        const std::size_t longest = chunk_ / element_ * ranks_, segments = segment_count(count_, longest);
+        Segment previous{0, 0};
+        for (std::size_t number = 0; number <= segments; ++number) {  // in the last phase there are only sums to post
+            // 1. Post the input, beside the sum that step 2 of the previous segment has written.
+            const Segment segment{number * longest, number < segments ? segment_bytes(count_, longest, number) : 0};
+            post_input(segment);
             slots_.phase();
-            if (unless_shared && number == 0 && slots_.shared_tensor_count()) return false;
-            const std::size_t mine = edge(now, rank() + 1) - edge(now, rank());
+            if (stops_if_shared && number == 0 && slots_.shared_tensor_count()) return false;
+            // 2. Sum the own chunk, into the slot of the next phase.
             std::byte* sum = slots_.mine() + ranks_ * chunk_;
-            if (now) fold_own(begin, now, sum, mine);
-            if (out) collect(out, done, before);
-            if (out) transfer(out + (begin + edge(now, rank())) * element_, sum, mine * element_);
-            done = begin;
-            before = now;
+            if (segment.count) sum_own_chunk(segment, sum);
+            // 3. Collect the sums of the previous segment. `out` may be the input, which step 2 has read.
+            if (out) {
+                collect(out, previous);
+                const Segment own = chunk(segment, rank());
+                transfer(out + own.begin * element_, sum, own.count * element_);
+            }
+            previous = segment;
         }
         return true;
     }
 
 private:
+    struct Segment {
+        std::size_t begin, count;
+    };
+
     std::size_t rank() const { return static_cast<std::size_t>(slots_.rank()); }
-    std::size_t edge(std::size_t elements, std::size_t chunk) const { return chunk * elements / ranks_; }
+    // The part of a segment that a rank sums.
+    Segment chunk(const Segment& segment, std::size_t rank) const {
+        const std::size_t begin = rank * segment.count / ranks_, end = (rank + 1) * segment.count / ranks_;
+        return {segment.begin + begin, end - begin};
+    }
 
-    void post_input(std::size_t begin, std::size_t elements) {
-        const TraceSpan span(TraceKind::kCopy, elements * element_);
-        for (std::size_t chunk = 0; chunk < ranks_; ++chunk) {
-            const std::size_t from = edge(elements, chunk), to = edge(elements, chunk + 1);
-            if (chunk != rank())
-                transfer(slots_.mine() + chunk * chunk_, in_ + (begin + from) * element_, (to - from) * element_);
+    void post_input(const Segment& segment) {
+        const TraceSpan span(TraceKind::kCopy, segment.count * element_);
+        for (std::size_t peer = 0; peer < ranks_; ++peer) {
+            const Segment part = chunk(segment, peer);
+            if (peer != rank())
+                transfer(slots_.mine() + peer * chunk_, in_ + part.begin * element_, part.count * element_);
         }
     }
 
-    void fold_own(std::size_t begin, std::size_t elements, std::byte* sum, std::size_t count) {
-        const TraceSpan span(TraceKind::kReduce, count * element_);
-        std::vector<const void*> each(ranks_);
-        for (std::size_t peer = 0; peer < ranks_; ++peer) {
-            each[peer] = peer == rank() ? in_ + (begin + edge(elements, rank())) * element_
-                                        : slots_.theirs(static_cast<int>(peer)) + rank() * chunk_;
-        }
-        fold_ranks(op_, dtype_, sum, each, count);
+    void sum_own_chunk(const Segment& segment, std::byte* sum) {
+        const Segment own = chunk(segment, rank());
+        const TraceSpan span(TraceKind::kReduce, own.count * element_);
+        std::vector<const void*> inputs(ranks_);
+        for (std::size_t peer = 0; peer < ranks_; ++peer)
+            inputs[peer] = slots_.theirs(static_cast<int>(peer)) + rank() * chunk_;
+        inputs[rank()] = in_ + own.begin * element_;
+        fold_ranks(op_, dtype_, sum, inputs, own.count);
     }
 
-    void collect(std::byte* out, std::size_t begin, std::size_t elements) {
-        const TraceSpan span(TraceKind::kCopy, elements * element_);
+    void collect(std::byte* out, const Segment& segment) {
+        const TraceSpan span(TraceKind::kCopy, segment.count * element_);
         for (std::size_t peer = 0; peer < ranks_; ++peer) {
-            if (peer == rank()) continue;
-            const std::size_t from = edge(elements, peer), to = edge(elements, peer + 1);
+            const Segment part = chunk(segment, peer);
             const std::byte* sum = slots_.theirs(static_cast<int>(peer)) + ranks_ * chunk_;
-            transfer(out + (begin + from) * element_, sum, (to - from) * element_);
+            if (peer != rank()) transfer(out + part.begin * element_, sum, part.count * element_);
         }
     }
 
@@ -110,30 +124,33 @@ private:
     const DType dtype_;
     const Op op_;
     const std::byte* in_;
-    const std::size_t count_, element_, ranks_, chunk_;
+    const std::size_t count_, element_, ranks_, chunk_;  // elements in all, bytes of one; bytes of a chunk in the slot
 };
 
+// One phase: each rank posts all of its data, and reduces the data of all ranks. `out` is null on a rank that gets no
+// result.
 void one_shot(SlotExchange& slots, DType dtype, Op op, const std::byte* in, std::byte* out, std::size_t count) {
     const std::size_t bytes = count * size_of(dtype);
     traced_transfer(slots.mine(), in, bytes);
     slots.phase();
     if (!out) return;
     const TraceSpan span(TraceKind::kReduce, bytes);
-    std::vector<const void*> each(static_cast<std::size_t>(slots.size()));
-    for (int peer = 0; peer < slots.size(); ++peer) each[static_cast<std::size_t>(peer)] = slots.theirs(peer);
-    fold_ranks(op, dtype, out, each, count);
+    std::vector<const void*> inputs;
+    for (int peer = 0; peer < slots.size(); ++peer) inputs.push_back(slots.theirs(peer));
+    fold_ranks(op, dtype, out, inputs, count);
 }
 
-// Lengths that each rank posts beside its data, so that all see whether what is sent is what is awaited.
+// Lists of lengths that each rank posts in front of its data, so that all ranks see whether each rank sends as many
+// bytes as the receiver expects. A list has a length in bytes for each rank; a slot has space for two lists.
 class LengthLists {
 public:
     explicit LengthLists(SlotExchange& slots)
         : slots_(slots),
           ranks_(static_cast<std::size_t>(slots.size())),
-          head_(segment_count(16 * ranks_, kAlign) * kAlign) {}
+          head_(round_up_to_line(2 * sizeof(std::uint64_t) * ranks_)) {}
 
     // The rest of a slot, for data.
-    std::size_t payload_bytes() const { return (slots_.capacity() - head_) / kAlign * kAlign; }
+    std::size_t payload_bytes() const { return (slots_.capacity() - head_) / kCacheLine * kCacheLine; }
     std::byte* mine() const { return slots_.mine() + head_; }
     const std::byte* theirs(int rank) const { return slots_.theirs(rank) + head_; }
 
@@ -142,14 +159,15 @@ public:
         for (const Counts& list : lists) to = std::copy(list.begin(), list.end(), to);
     }
 
+    // The entry for the rank `index` in one of the lists that `rank` has posted. Valid after the phase.
     std::uint64_t read(int rank, std::size_t list, int index) const {
-        return reinterpret_cast<const std::uint64_t*>(
-            slots_.theirs(rank))[list * ranks_ + static_cast<std::size_t>(index)];
+        const auto* lists = reinterpret_cast<const std::uint64_t*>(slots_.theirs(rank));
+        return lists[list * ranks_ + static_cast<std::size_t>(index)];
     }
 
 private:
     SlotExchange& slots_;
-    const std::size_t ranks_, head_;
+    const std::size_t ranks_, head_;  // head_: the bytes of both lists
 };
 
 }  // namespace
@@ -170,6 +188,7 @@ void all_reduce(HostSegment& host_segment, DType dtype, Op op, const std::byte* 
     if (bytes <= std::min(host_segment.one_shot, slots.capacity())) return one_shot(slots, dtype, op, in, out, count);
     TwoShot two_shot(slots, dtype, op, in, count);
     if (!mine.is_shared()) {
+        // If other ranks have shared tensors, they use the first phase to see that this rank has none.
         if (!two_shot.run(out, true)) two_shot.run(out, false);
         return;
     }
@@ -203,20 +222,19 @@ void reduce_scatter(SlotExchange& slots, DType dtype, Op op, const Blocks& in, s
     const std::size_t element = size_of(dtype), ranks = in.size(), rank = static_cast<std::size_t>(slots.rank());
     const std::size_t piece = piece_bytes(slots, ranks);
     const std::size_t longest = *std::max_element(counts.begin(), counts.end()) * element;
-    std::vector<const void*> each(ranks);
+    std::vector<const void*> inputs(ranks);
     for (std::size_t number = 0, all = segment_count(longest, piece); number < all; ++number) {
+        const std::size_t begin = number * piece, bytes = segment_bytes(counts[rank] * element, piece, number);
         for (std::size_t peer = 0; peer < ranks; ++peer) {
-            if (peer == rank) continue;
-            traced_transfer(slots.mine() + peer * piece, in[peer] + number * piece,
-                            segment_bytes(counts[peer] * element, piece, number));
+            if (peer != rank)
+                traced_transfer(slots.mine() + peer * piece, in[peer] + begin,
+                                segment_bytes(counts[peer] * element, piece, number));
         }
         slots.phase();
-        for (std::size_t peer = 0; peer < ranks; ++peer) {
-            each[peer] = peer == rank ? in[rank] + number * piece : slots.theirs(static_cast<int>(peer)) + rank * piece;
-        }
-        const std::size_t bytes = segment_bytes(counts[rank] * element, piece, number);
+        for (std::size_t peer = 0; peer < ranks; ++peer)
+            inputs[peer] = peer == rank ? in[rank] + begin : slots.theirs(static_cast<int>(peer)) + rank * piece;
         const TraceSpan span(TraceKind::kReduce, bytes);
-        if (bytes) fold_ranks(op, dtype, out + number * piece, each, bytes / element);
+        if (bytes) fold_ranks(op, dtype, out + begin, inputs, bytes / element);
     }
 }
 
@@ -248,7 +266,7 @@ void gather(SlotExchange& slots, int root, const std::byte* in, std::size_t byte
             const Counts& incoming) {
     const LengthLists lists(slots);
     if (slots.rank() == root) lists.post({incoming});
-    std::size_t all = 1;  // not known before the others have posted their lengths
+    std::size_t all = 1;  // segments; not known before the first phase, in which all ranks post their lengths
     for (std::size_t number = 0; number < all; ++number) {
         const std::size_t begin = number * lists.payload_bytes();
         if (slots.rank() != root)
@@ -261,8 +279,8 @@ void gather(SlotExchange& slots, int root, const std::byte* in, std::size_t byte
         }
         if (slots.rank() != root) continue;
         for (std::size_t peer = 0; peer < out.size(); ++peer) {
-            const bool own = static_cast<int>(peer) == root;
-            const std::byte* from = own ? in + begin : lists.theirs(static_cast<int>(peer));
+            const int rank = static_cast<int>(peer);
+            const std::byte* from = rank == root ? in + begin : lists.theirs(rank);
             traced_transfer(out[peer] + begin, from, segment_bytes(incoming[peer], lists.payload_bytes(), number));
         }
     }
@@ -273,7 +291,7 @@ void scatter(SlotExchange& slots, int root, const Blocks& in, std::byte* out, st
     const std::size_t piece = piece_bytes(slots, ranks);
     for (std::size_t number = 0, all = segment_count(bytes, piece); number < all; ++number) {
         const std::size_t begin = number * piece, length = segment_bytes(bytes, piece, number);
-        for (std::size_t peer = 0; peer < in.size(); ++peer) {  // empty but on the root
+        for (std::size_t peer = 0; peer < in.size(); ++peer) {  // `in` is empty except on the root
             if (peer != rank) traced_transfer(slots.mine() + peer * piece, in[peer] + begin, length);
         }
         slots.phase();
@@ -285,8 +303,8 @@ void all_to_all(SlotExchange& slots, const Blocks& in, const Counts& outgoing, c
                 const Counts& incoming) {
     const LengthLists lists(slots);
     const std::size_t ranks = in.size(), rank = static_cast<std::size_t>(slots.rank());
-    const std::size_t piece = lists.payload_bytes() / ranks / kAlign * kAlign;
-    std::size_t all = 1;
+    const std::size_t piece = lists.payload_bytes() / ranks / kCacheLine * kCacheLine;
+    std::size_t all = 1;  // as in gather()
     lists.post({outgoing, incoming});
     for (std::size_t number = 0; number < all; ++number) {
         const std::size_t begin = number * piece;

@@ -13,15 +13,21 @@
 
 namespace dist_prims {
 
-using Counts = std::vector<std::size_t>;
-using Blocks = std::vector<const std::byte*>;  // one address for each rank
-using Places = std::vector<std::byte*>;
+using Counts = std::vector<std::size_t>;       // one length for each rank
+using Blocks = std::vector<const std::byte*>;  // one address for each rank, which is only read
+using Places = std::vector<std::byte*>;        // one address for each rank, which is written
 
-// Throws Mismatch if one rank sends another more or less than the other expects; the same error on all ranks.
+// Throws Mismatch if rank `from` sends more or fewer bytes than rank `to` expects. All ranks compare the same numbers,
+// so the error is the same on all ranks. `rank`: this rank; `what`: the collective.
 void must_match(int rank, const char* what, int from, std::uint64_t sent, int to, std::uint64_t awaited);
 
-// Each returns when the result is complete and the input may be written again. The call must have been opened. `mine`
-// is this rank's data as its call says. If the data of all ranks is in shared tensors, it is reduced there (in == out).
+// The functions below run one collective each, on the calling thread. All ranks must have opened the call
+// (SlotExchange::open()). A function returns when the result is complete and the input may be written again.
+// in, out: this rank's data and result. Blocks and Places have one address for each rank; on ranks that send or receive
+//     nothing (gather, scatter) they are empty.
+// count, counts: elements. bytes, outgoing, incoming: bytes.
+// mine: the reference in this rank's call. If the data of all ranks is in shared tensors, it is reduced there, in
+// place.
 void all_reduce(HostSegment& host_segment, DType dtype, Op op, const std::byte* in, std::byte* out, std::size_t count,
                 const SharedTensorRef& mine = {});
 // All-reduce of any size through the slots, never in place.

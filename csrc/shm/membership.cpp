@@ -18,14 +18,14 @@ using namespace std::chrono_literals;
 
 constexpr auto kLongestSleep = 10ms;
 constexpr auto kInterruptEvery = 20ms;
-// How a notice is packed: the kind, then the other rank and the culprit, each plus 1.
+// How a notice is packed into a word: the kind, then the other rank and the culprit, each plus 1.
 constexpr int kRankBits = 28;
 constexpr std::uint64_t kRankMask = (std::uint64_t{1} << kRankBits) - 1;
 
-// When this thread last ran the interrupt hook. The time belongs to the thread and not to the rank: Python runs
-// handlers on its main thread only, and a progress thread that checks for failures would otherwise delay that thread's
-// check.
-thread_local Clock::rep interrupted = 0;
+// When this thread last ran the hook of on_wait(). The time belongs to the thread and not to the rank: Python runs
+// signal handlers on its main thread only, and a progress thread that checks for failures would otherwise delay the
+// check of the main thread.
+thread_local Clock::rep last_interrupt = 0;
 
 std::string firewall_text() {
     const char* const ports = std::getenv("DIST_PRIMS_PORTS");
@@ -36,19 +36,18 @@ std::string firewall_text() {
 
 }  // namespace
 
-// The state that a rank publishes.
+// The state that a rank publishes. Other ranks write only the wake count.
 struct Membership::RankState {
     alignas(kCacheLine) std::atomic<std::int32_t> pid;
-    std::atomic<std::uint64_t> pid_namespace;
+    std::atomic<std::uint64_t> pid_namespace;  // 0: not known, and the pid is not valid
     std::atomic<std::int32_t> left;
-    std::atomic<std::int32_t> core;
-    alignas(kCacheLine) std::atomic<std::uint32_t> wake_count;
-    std::atomic<std::uint32_t> sleepers;
+    std::atomic<std::int32_t> core;                             // on which the rank last ran, or kNowhere
+    alignas(kCacheLine) std::atomic<std::uint32_t> wake_count;  // calls of wake() for the rank
+    std::atomic<std::uint32_t> sleepers;                        // threads of the rank in sleep()
 };
 
-// The cause of the group's end: 0, or the first notice.
 struct Membership::GroupState {
-    alignas(kCacheLine) std::atomic<std::uint64_t> error;
+    alignas(kCacheLine) std::atomic<std::uint64_t> error;  // the first notice; 0: the group has not ended
 };
 
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "ranks share atomics between processes");
@@ -70,8 +69,8 @@ Membership::Membership(std::shared_ptr<const Mapping> memory, std::byte* place, 
       size_(size),
       names_(std::move(names)),
       wait_graph_(place + bytes(size) - WaitGraph::bytes(size), rank, size) {
-    rank_state(rank).pid_namespace.store(pid_namespace(), std::memory_order_relaxed);
     rank_state(rank).pid.store(static_cast<std::int32_t>(::getpid()), std::memory_order_relaxed);
+    rank_state(rank).pid_namespace.store(pid_namespace(), std::memory_order_release);
 }
 
 Membership::~Membership() {
@@ -87,29 +86,33 @@ Membership::RankState& Membership::rank_state(int rank) const {
 }
 
 int Membership::process(int rank) const {
-    const auto there = rank_state(rank).pid_namespace.load(std::memory_order_relaxed);
-    const bool is_known = there != 0 && there == rank_state(rank_).pid_namespace.load(std::memory_order_relaxed);
-    return is_known ? rank_state(rank).pid.load(std::memory_order_relaxed) : 0;
+    // Acquire: the pid is stored before its namespace.
+    const auto its_namespace = rank_state(rank).pid_namespace.load(std::memory_order_acquire);
+    const auto own_namespace = rank_state(rank_).pid_namespace.load(std::memory_order_relaxed);
+    const bool is_valid = its_namespace != 0 && its_namespace == own_namespace;
+    return is_valid ? rank_state(rank).pid.load(std::memory_order_relaxed) : 0;
 }
 
 void Membership::note_core() {
-    const int here = ::sched_getcpu();
-    if (here == core_.load(std::memory_order_relaxed)) return;  // the others keep what they have read of it
-    core_.store(here, std::memory_order_relaxed);
-    rank_state(rank_).core.store(here, std::memory_order_relaxed);
+    const int core = ::sched_getcpu();
+    if (core == core_.load(std::memory_order_relaxed)) return;  // the line stays in the caches of the other ranks
+    core_.store(core, std::memory_order_relaxed);
+    rank_state(rank_).core.store(core, std::memory_order_relaxed);
 }
 
 int Membership::core(int rank) const {
     return rank_state(rank).core.load(std::memory_order_relaxed);
 }
 
+// Registers a sleeper; returns the wake count, from which on futex_wait() notices a wake-up.
 unsigned Membership::begin_sleep() {
-    core_.store(kNowhere, std::memory_order_relaxed);  // until note_core(): it may wake on any
+    core_.store(kNowhere, std::memory_order_relaxed);  // until note_core(): the thread may wake up on any core
     rank_state(rank_).core.store(kNowhere, std::memory_order_relaxed);
     rank_state(rank_).sleepers.fetch_add(1);
     return rank_state(rank_).wake_count.load();
 }
 
+// Sleeps, unless the wake count has changed since it was `seen`.
 void Membership::futex_wait(unsigned seen) {
     const timespec limit{0, std::chrono::nanoseconds(kLongestSleep).count()};
     ::syscall(SYS_futex, &rank_state(rank_).wake_count, FUTEX_WAIT, seen, &limit, nullptr, 0);
@@ -120,10 +123,10 @@ void Membership::end_sleep() {
 }
 
 void Membership::wake(int rank) const {
-    RankState& of = rank_state(rank);
-    if (of.sleepers.load() == 0) return;
-    of.wake_count.fetch_add(1);
-    ::syscall(SYS_futex, &of.wake_count, FUTEX_WAKE, std::numeric_limits<int>::max(), nullptr, nullptr, 0);
+    RankState& state = rank_state(rank);
+    if (state.sleepers.load() == 0) return;
+    state.wake_count.fetch_add(1);
+    ::syscall(SYS_futex, &state.wake_count, FUTEX_WAKE, std::numeric_limits<int>::max(), nullptr, nullptr, 0);
 }
 
 void Membership::leave() {
@@ -146,24 +149,25 @@ std::optional<Membership::Notice> Membership::notice() const {
 }
 
 void Membership::check_abort(const What& what) const {
-    if (const auto found = notice()) throw CommError(found->kind, error_text(*found, what()), true);
+    if (const auto first = notice()) throw CommError(first->kind, error_text(*first, what()), true);
 }
 
 void Membership::check_failures(const std::function<bool(int)>& awaited, const What& what) {
+    // 1. The group: another rank, or a rank on another host, may have ended it.
     wait_graph_.heartbeat();
     check_abort(what);
     if (spans_hosts()) run_awaited_hook(awaited);
+    // 2. The awaited ranks. awaited() is called last: what a rank has posted before it left or died is visible then.
     for (int peer = 0; peer < size_; ++peer) {
-        if (has_left(peer) &&
-            awaited(peer))  // in this order: what the rank has posted before it left is visible by now
-            throw_failure({CommError::Kind::kPeerLeft, group_rank(peer)}, what);
+        if (has_left(peer) && awaited(peer)) throw_failure({CommError::Kind::kPeerLeft, group_rank(peer)}, what);
     }
     if (const auto ended = ended_processes(awaited); !ended.empty())
         throw_failure({CommError::Kind::kPeerDied, ended.front()}, what);
+    // 3. This rank: another thread may have called stop(), and the hook runs signal handlers.
     check_stop(what);
     const auto now = Clock::now().time_since_epoch().count();
-    if (!interrupt_ || now - interrupted < Clock::duration(kInterruptEvery).count()) return;
-    interrupted = now;
+    if (!interrupt_ || now - last_interrupt < Clock::duration(kInterruptEvery).count()) return;
+    last_interrupt = now;
     try {
         interrupt_();
     } catch (...) {
@@ -177,13 +181,15 @@ void Membership::check_stop(const What& what) const {
     if (stopped_.load(std::memory_order_acquire)) throw_failure({CommError::Kind::kPeerLeft, group_rank(rank_)}, what);
 }
 
+// Calls the hook of on_awaited() with one awaited rank.
 void Membership::run_awaited_hook(const std::function<bool(int)>& awaited) const {
     for (int peer = 0; peer < size_; ++peer) {
         if (peer != rank_ && awaited(peer)) return awaited_hook_(group_rank(peer));
     }
 }
 
-// Finds an ended process at once, even if its forked children keep its sockets open.
+// The group ranks of the awaited ranks whose processes have ended. An exit descriptor reports that at once, even if
+// forked children of the process keep its sockets open.
 std::vector<int> Membership::ended_processes(const std::function<bool(int)>& awaited) const {
     std::vector<pollfd> entries;
     for (const ExitDescriptor& exit : exits_) entries.push_back({exit ? exit->get() : -1, POLLIN, 0});
@@ -206,18 +212,17 @@ int Membership::dead_rank() const {
 }
 
 std::vector<int> Membership::named_ranks() const {
-    const auto found = notice();
-    if (!found) return {};
-    if (found->other >= 0) return {};  // a link, and no rank
-    if (found->kind == CommError::Kind::kPeerDied || found->kind == CommError::Kind::kLost ||
-        found->kind == CommError::Kind::kExhausted)
-        return {found->culprit};
-    if (found->kind != CommError::Kind::kTimeout) return {};
+    const auto first = notice();
+    if (!first || first->other >= 0) return {};  // with `other` a link has failed, and not a rank
+    if (first->kind == CommError::Kind::kPeerDied || first->kind == CommError::Kind::kLost ||
+        first->kind == CommError::Kind::kExhausted)
+        return {first->culprit};
+    if (first->kind != CommError::Kind::kTimeout) return {};
+    const WaitGraph::Verdict verdict = verdict_of(first->culprit);
+    if (verdict.is_deadlock) return {};
     std::vector<int> ranks;
-    const WaitGraph::Verdict late = verdict_of(found->culprit);
-    const std::size_t known = late.is_deadlock ? 0 : std::min<std::size_t>(late.count, WaitGraph::Verdict::kMost);
-    for (std::size_t each = 0; each < known; ++each) {
-        if (late.ranks[each].rank >= 0) ranks.push_back(late.ranks[each].rank);
+    for (const WaitGraph::Late& late : verdict.entries()) {
+        if (late.rank >= 0) ranks.push_back(late.rank);
     }
     return ranks;
 }
@@ -235,21 +240,22 @@ void Membership::throw_failure(const Notice& notice, const What& what) const {
     throw CommError(notice.kind, error_text(notice, what()));
 }
 
-// The first verdict stands, like the notice: ranks that give up at the same time name the same ranks.
+// The error names the late ranks of the first notice: ranks that give up at the same time name the same ranks.
 void Membership::throw_timeout(const std::string& what, const WaitGraph::Verdict& late) {
     {
         const std::lock_guard lock(verdict_guard_);
         if (!std::exchange(has_verdict_, true)) wait_graph_.write_verdict(late);
     }
     give_notice({CommError::Kind::kTimeout, group_rank(rank_)});
-    const Notice standing = *notice();
-    if (standing.kind != CommError::Kind::kTimeout) check_abort([&] { return what; });
-    const std::string late_ranks = verdict_text(verdict_of(standing.culprit));
+    const Notice first = *notice();
+    if (first.kind != CommError::Kind::kTimeout) check_abort([&] { return what; });
+    const std::string late_ranks = verdict_text(verdict_of(first.culprit));
     throw CommError(CommError::Kind::kTimeout, "rank " + std::to_string(group_rank(rank_)) + ": timeout after " + what +
                                                    (late_ranks.empty() ? "" : ": " + late_ranks));
 }
 
-// Only ranks of one host leave a verdict; there the number of a rank in the group is its number on the host.
+// The verdict of the rank that has timed out: empty in a group that spans hosts, where no rank writes one. On one host
+// the group rank is the local rank.
 WaitGraph::Verdict Membership::verdict_of(int culprit) const {
     return spans_hosts() ? WaitGraph::Verdict{} : wait_graph_.verdict(culprit);
 }
@@ -257,55 +263,54 @@ WaitGraph::Verdict Membership::verdict_of(int culprit) const {
 // Which ranks are late, and where they are; empty if that is not known.
 std::string Membership::verdict_text(const WaitGraph::Verdict& late) const {
     if (late.count == 0) return "";
-    const std::size_t named = std::min<std::size_t>(late.count, WaitGraph::Verdict::kMost);
-    std::string found;
-    for (std::size_t each = 0; each < named; ++each) {
-        const std::string rank = late_rank_text(late.ranks[each].rank),
-                          next = late_rank_text(late.ranks[(each + 1) % named].rank);
-        found += (each ? ", " : "") + (late.is_deadlock ? "rank " + rank + " waits for rank " + next : rank);
+    const auto entries = late.entries();
+    std::string ranks;
+    for (std::size_t index = 0; index < entries.size(); ++index) {
+        const std::string rank = late_rank_text(entries[index].rank);
+        ranks += (index ? ", " : "") + (late.is_deadlock ? "rank " + rank + " waits for rank " : rank);
+        if (late.is_deadlock) ranks += late_rank_text(entries[(index + 1) % entries.size()].rank);
     }
-    if (late.count > named) found += " and " + std::to_string(late.count - named) + " more";
-    if (late.is_deadlock) return "deadlock, " + found + "; change the order of their calls";
-    return "no sign of rank " + found + location_text(late.ranks[0], late.count);
+    if (late.count > entries.size()) ranks += " and " + std::to_string(late.count - entries.size()) + " more";
+    if (late.is_deadlock) return "deadlock, " + ranks + "; change the order of their calls";
+    return "no sign of rank " + ranks + location_text(entries[0], late.count);
 }
 
 std::string Membership::late_rank_text(int late) const {
     return late < 0 ? "in another group, process " + std::to_string(-late) : std::to_string(late);
 }
 
+// Where `ranks` late ranks are; `late` is the first of them.
 std::string Membership::location_text(const WaitGraph::Late& late, std::size_t ranks) const {
-    const std::string number = "call number " + std::to_string(late.number), be = ranks > 1 ? "are " : "is ";
-    std::string place = be + "blocked in no call";
+    const std::string call = "call number " + std::to_string(late.number), be = ranks > 1 ? "are " : "is ";
+    std::string location = be + "blocked in no call";
     if (late.state == WaitGraph::LateState::kHasNotMadeCall)
-        place = (ranks > 1 ? "have" : "has") + (" not made " + number);
-    if (late.state == WaitGraph::LateState::kIsInCall) place = be + "in " + number + " and waits for no rank";
+        location = (ranks > 1 ? "have" : "has") + (" not made " + call);
+    if (late.state == WaitGraph::LateState::kIsInCall) location = be + "in " + call + " and waits for no rank";
     const int pid = late.rank < 0 ? -late.rank : process(late.rank);
     const std::string command = pid ? ": py-spy dump --pid " + std::to_string(pid) : "";
-    return ", which " + place + "; see what it does" + command;
+    return ", which " + location + "; see what it does" + command;
 }
 
-bool Membership::is_local(int rank) const {
-    for (int peer = 0; peer < size_; ++peer) {
-        if (group_rank(peer) == rank) return true;
-    }
-    return false;
+// -1: the rank is on another host.
+int Membership::local_rank(int group_rank) const {
+    int rank = size_ - 1;
+    while (rank >= 0 && this->group_rank(rank) != group_rank) --rank;
+    return rank;
 }
 
 // How a rank was lost: with its pid, where the pid is valid in this PID namespace. Of a rank on another host only the
 // lost connection is known.
 std::string Membership::loss_text(int culprit) const {
-    for (int peer = 0; peer < size_; ++peer) {
-        if (group_rank(peer) != culprit) continue;
-        const int pid = process(peer);
-        return (pid ? " (process " + std::to_string(pid) + ")" : "") + std::string(" has died");
-    }
-    return " is gone, it has died or left,";
+    const int rank = local_rank(culprit), pid = rank < 0 ? 0 : process(rank);
+    if (rank < 0) return " is gone, it has died or left,";
+    return (pid ? " (process " + std::to_string(pid) + ")" : "") + std::string(" has died");
 }
 
 std::string Membership::error_text(const Notice& notice, const std::string& what) const {
     const auto [kind, culprit, other] = notice;
     const std::string ranks = own_name() + ": " + title(culprit);
-    const bool is_first_contact = is_being_made_ && !(is_local(culprit) && (other < 0 || is_local(other)));
+    const bool is_on_this_host = local_rank(culprit) >= 0 && (other < 0 || local_rank(other) >= 0);
+    const bool is_first_contact = is_being_made_ && !is_on_this_host;
     switch (kind) {
         case CommError::Kind::kPeerDied:
             if (is_first_contact)
@@ -345,6 +350,7 @@ std::string Membership::error_text(const Notice& notice, const std::string& what
     }
 }
 
+// For what the rank that has timed out was waiting.
 std::string Membership::awaited_text(int culprit) const {
     const WaitGraph::Verdict late = verdict_of(culprit);
     if (!late.is_deadlock && late.has(rank_)) return "for this rank";

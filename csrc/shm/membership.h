@@ -3,6 +3,12 @@
 //
 // The ranks share one error. The first rank that fails writes a notice to shared memory, and every waiting rank reads
 // it at intervals, so all ranks report the same cause. Every member function may be called from any thread of its rank.
+//
+// Memory order, for any processor. A rank writes its verdict (wait_graph.h) before it stores the notice (release), and
+// readers load the notice first (acquire). A rank stores `left` after its last message (release), and readers load it
+// before they look for messages (acquire). sleep() and wake() need sequential consistency: each side stores, and then
+// loads what the other side stores. That holds for the number of sleepers, and for the change that `over` evaluates,
+// unless a mutex guards it. The cores are hints: relaxed.
 #pragma once
 
 #include <atomic>
@@ -25,13 +31,12 @@ namespace dist_prims {
 
 using Clock = std::chrono::steady_clock;
 
-// How errors name the ranks of a group that spans hosts. On one host both lists are empty, and errors contain the local
-// rank.
+// The numbers and titles of ranks in errors. The group rank is a rank's number in the group, the local rank its number
+// on its host. If the group has one host the two are equal, and both lists are empty.
 struct RankNames {
-    std::vector<int> group_ranks;     // the group rank of each local rank
+    std::vector<int> group_ranks;     // by local rank
     std::vector<std::string> titles;  // by group rank, for example "rank 5 on host b"
 
-    // group_rank(): the group rank of a local rank. title(): how errors name a group rank.
     int group_rank(int local_rank) const {
         return group_ranks.empty() ? local_rank : group_ranks[static_cast<std::size_t>(local_rank)];
     }
@@ -44,15 +49,14 @@ class Membership {
 public:
     static std::size_t bytes(int size);
 
-    // For tests: where the wake counts and the heartbeats in new memory begin. To be called before a rank uses the
-    // memory.
+    // For tests: sets the wake counts and the heartbeats in new memory, before a rank uses it.
     static void set_counters(std::byte* place, int size, std::uint32_t wakes, std::uint64_t heartbeats);
 
-    // The cause of the group's end. `culprit` is a group rank. `other`, or -1: of kUnreachable the rank that cannot
-    // reach the culprit, of kLost the rank for which the culprit waits, where all ranks wait in a circle.
+    // The cause of the group's end.
     struct Notice {
         CommError::Kind kind;
-        int culprit, other = -1;
+        int culprit;     // a group rank; of kTimeout: the rank that has timed out
+        int other = -1;  // a group rank. kUnreachable: cannot reach the culprit; kLost: the culprit waits for it
     };
 
     // `place` points to bytes(size) of the shared memory.
@@ -60,7 +64,7 @@ public:
     ~Membership();
     Membership(const Membership&) = delete;
 
-    int rank() const { return rank_; }
+    int rank() const { return rank_; }  // local, like every rank below that is not called a group rank
     int size() const { return size_; }
     bool spans_hosts() const { return static_cast<bool>(awaited_hook_); }
     // The pid of a rank, or 0 if the rank runs in another PID namespace, where its pid has no meaning here.
@@ -70,26 +74,26 @@ public:
     std::string own_name() const { return "rank " + std::to_string(group_rank(rank_)); }
     std::string title(int rank) const { return names_.title(rank); }
 
-    // note_core() publishes the core that this rank runs on. shares_core(): whether some rank >= `from` for which
-    // `awaited` holds last ran on this core, or sleeps and may wake up on it. Such a rank cannot run until this rank
-    // gives the core away.
+    // Publishes the core that this rank runs on. A waiting thread calls it before shares_core().
     void note_core();
+    // Whether some rank >= `from` for which `awaited` holds last ran on this core, or sleeps and may wake up on it.
+    // Such a rank cannot run until this rank yields the core.
     template <typename Awaited>
     bool shares_core(int from, const Awaited& awaited) const {
         for (int peer = from; peer < size_; ++peer) {
-            const int there = core(peer);
-            if ((there == core_ || there == kNowhere) && peer != rank_ && awaited(peer)) return true;
+            const int peer_core = core(peer);
+            if ((peer_core == core_ || peer_core == kNowhere) && peer != rank_ && awaited(peer)) return true;
         }
         return false;
     }
 
-    // Watches the processes of the other ranks; see RendezvousResult::exits.
+    // Watches the processes of the other ranks: `exits` has the exit descriptor of each rank (rendezvous.h).
     void watch(std::vector<ExitDescriptor> exits);
     // The group ranks whose processes have ended, including ranks that had left before.
     std::vector<int> ended() const;
 
     // Sets a hook that every wait calls at intervals, on the waiting thread. An exception from the hook ends the wait.
-    // `is_being_made`: errors take a rank that cannot be reached for one that a firewall may hide.
+    // `is_being_made`: the group is not complete, so an error about a rank that cannot be reached mentions firewalls.
     void on_wait(std::function<void()> interrupt, bool is_being_made = false) {
         interrupt_ = std::move(interrupt);
         is_being_made_ = is_being_made;
@@ -98,10 +102,10 @@ public:
     // rank.
     void on_awaited(std::function<void(int)> hook) { awaited_hook_ = std::move(hook); }
 
-    // Sleeps until another rank calls wake() for this one, for 10 ms at most; returns at once if `over` holds. A rank
-    // that changes something that others may wait for calls wake() afterwards. No wake-up is lost: this rank registers
-    // as a sleeper, then evaluates `over`; the other rank makes its change, then looks for sleepers. So either this
-    // rank sees the change, or the other rank sees the sleeper.
+    // Sleeps until a thread calls wake() for this rank, for 10 ms at most; returns at once if `over` holds. A rank that
+    // makes a change for which others may wait calls wake() afterwards. No wake-up is lost: this rank registers as a
+    // sleeper, then evaluates `over`; the other rank makes its change, then looks for sleepers. So either this rank
+    // sees the change, or the other rank sees the sleeper. wake() changes the wake count on which the sleeper waits.
     template <typename Over>
     void sleep(const Over& over) {
         const unsigned seen = begin_sleep();
@@ -113,35 +117,37 @@ public:
     // Announces that this rank makes no further calls. Ranks that wait for it, now or later, get an error.
     void leave();
     bool has_left(int rank) const;
-    // Makes the other waiting threads of this rank throw an error.
+    // Makes the waits of other threads of this rank throw at their next check.
     void stop() { stopped_.store(true, std::memory_order_release); }
 
     // Describes the current operation for an error message; called only when there is an error.
     using What = std::function<std::string()>;
 
-    // Throws if the group has ended.
+    // Throws the cause if the group has ended.
     void check_abort(const What& what) const;
+    // The cause of the group's end: the first notice of all ranks. None as long as the group has not ended.
     std::optional<Notice> notice() const;
-    // Ends the group. Only the first notice is kept; returns whether this is the first.
+    // Ends the group, unless it has ended; returns whether this notice is the first.
     bool give_notice(const Notice& notice) const;
-    // The same, and throws what this rank has found, even if another notice stands.
+    // Ends the group, unless it has ended, and throws this notice, even if another one is the first.
     [[noreturn]] void throw_failure(const Notice& notice, const What& what) const;
     // The group rank of a process that ended without leave(); -1 if there is none.
     int dead_rank() const;
     // The group ranks that the error of the group names as dead, lost or late.
     std::vector<int> named_ranks() const;
 
-    // Called at intervals by a wait for the ranks for which `awaited` holds. Throws, and ends the group, if one of
-    // those ranks has died or left, or if this wait was stopped or interrupted.
+    // Called at intervals by a wait for the ranks for which `awaited` holds. Throws if the group has ended. Ends the
+    // group and throws if one of the awaited ranks has died or left, or if stop() or the hook of on_wait() ends the
+    // wait.
     void check_failures(const std::function<bool(int)>& awaited, const What& what);
 
-    // Ends the group because this rank has timed out. `what`: the timeout and the operation, as text. `late`: the late
-    // ranks.
+    // Ends the group because this rank has timed out, and throws. `what`: the timeout and the operation, as text.
+    // `late`: the verdict of the diagnosis, which is empty in a group that spans hosts.
     [[noreturn]] void throw_timeout(const std::string& what, const WaitGraph::Verdict& late = {});
 
     WaitGraph& wait_graph() { return wait_graph_; }
-    // Also publishes the waits of this process in its other groups here, and those in this group there. Valid only if
-    // every rank of the group is a process of its own.
+    // From now on the waits of this process in this group are published in its other groups too, and the waits in the
+    // other groups here. Every rank of the group must be a process of its own.
     void join_groups_of_process() {
         wait_graph_.join(WaitGraphs::of_this_process(), [this](int rank) { return process(rank); });
     }
@@ -152,7 +158,7 @@ public:
     }
 
 private:
-    static constexpr int kNowhere = -1;  // the core of a rank that sleeps
+    static constexpr int kNowhere = -1;  // the core of a sleeping rank
 
     friend class WaitPolicy;
     struct RankState;
@@ -167,14 +173,14 @@ private:
     void check_stop(const What& what) const;
     void run_awaited_hook(const std::function<bool(int)>& awaited) const;
     std::vector<int> ended_processes(const std::function<bool(int)>& awaited) const;
-    bool is_local(int rank) const;  // whether a rank of the group is on this host
-    std::string loss_text(int culprit) const;
+    int local_rank(int group_rank) const;
+    WaitGraph::Verdict verdict_of(int culprit) const;
     std::string verdict_text(const WaitGraph::Verdict& late) const;
     std::string late_rank_text(int late) const;
     std::string location_text(const WaitGraph::Late& late, std::size_t ranks) const;
-    WaitGraph::Verdict verdict_of(int culprit) const;
-    std::string awaited_text(int culprit) const;
     std::string error_text(const Notice& notice, const std::string& what) const;
+    std::string loss_text(int culprit) const;
+    std::string awaited_text(int culprit) const;
 
     const std::shared_ptr<const Mapping> memory_;
     std::byte* const place_;
@@ -183,13 +189,14 @@ private:
     std::vector<ExitDescriptor> exits_;  // by rank; null for ranks that run in this process
     WaitGraph wait_graph_;
     std::mutex verdict_guard_;
-    bool has_verdict_ = false;
+    bool has_verdict_ = false;  // this rank has written its verdict; under verdict_guard_
     std::function<void()> interrupt_;
     bool is_being_made_ = false;
-    std::function<void(int)> awaited_hook_;
-    std::atomic<int> core_{kNowhere};
-    std::atomic<Clock::rep> yield_again_{0};  // the time from which sched_yield() is tried again
-    std::atomic<Clock::rep> backoff_{0};      // after the next slow sched_yield(), none is tried for this long
+    std::function<void(int)> awaited_hook_;  // set in a group that spans hosts, null otherwise
+    std::atomic<int> core_{kNowhere};        // what this rank has published
+    // Of WaitPolicy, for all threads of the rank: the time from which sched_yield() is tried again, and for how long it
+    // is not tried after the next slow one.
+    std::atomic<Clock::rep> yield_again_{0}, backoff_{0};
     std::atomic<bool> stopped_{false};
 };
 

@@ -11,10 +11,11 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr std::size_t kAllRings = 1 << 20;  // bytes of all ring buffers to one rank
-constexpr std::size_t kLeast = 16 << 10, kMost = 256 << 10;
-constexpr std::size_t kPiece = 32 << 10;  // bytes after which the other side may begin
-constexpr auto kGrace = 100us;            // most requests are waited for soon after they are posted
+constexpr std::size_t kAllRings = 1 << 20;                           // bytes of all ring buffers to one rank
+constexpr std::size_t kLeastRing = 16 << 10, kMostRing = 256 << 10;  // bytes of one ring buffer
+constexpr std::size_t kPiece = 32 << 10;  // bytes that are published at once: the receiver may copy them meanwhile
+// How long the progress thread leaves new requests to the threads that post them: most are waited for at once.
+constexpr auto kGrace = 100us;
 
 struct MessageHeader {
     alignas(kCacheLine) PointToPoint::Tag tag;
@@ -22,11 +23,7 @@ struct MessageHeader {
 };
 
 std::size_t ring_bytes_for(int size) {
-    return std::clamp(kAllRings / static_cast<std::size_t>(size), kLeast, kMost) / kCacheLine * kCacheLine;
-}
-
-std::size_t padded(std::size_t bytes) {
-    return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
+    return std::clamp(kAllRings / static_cast<std::size_t>(size), kLeastRing, kMostRing) / kCacheLine * kCacheLine;
 }
 
 std::size_t index(int rank) {
@@ -35,8 +32,8 @@ std::size_t index(int rank) {
 
 }  // namespace
 
-// The state of one ring buffer: the bytes written and read since the beginning, modulo 2^64. Only their difference is
-// used, so it is right for every length of the ring: the writer and the reader each keep their offset in it themselves.
+// The state of one ring buffer, in front of its bytes: how many bytes were written and read in all, modulo 2^64. The
+// counts give only the number of bytes that are in the ring. The writer and the reader each keep their own offset.
 struct PointToPoint::RingState {
     alignas(kCacheLine) std::atomic<std::uint64_t> written;
     alignas(kCacheLine) std::atomic<std::uint64_t> read;
@@ -89,15 +86,18 @@ std::byte* PointToPoint::ring(int from, int to) const {
     return place_ + index(from * membership_.size() + to) * (sizeof(RingState) + ring_bytes_) + sizeof(RingState);
 }
 
-// No part of a message crosses the end of the ring, so an offset reaches it exactly.
-std::size_t PointToPoint::next_offset(std::size_t offset) const {
-    return offset == ring_bytes_ ? 0 : offset;
+// Moves the count and the offset of one end of a ring past `bytes`. No header and no piece crosses the end of the ring,
+// so the offset reaches the end exactly.
+void PointToPoint::advance(std::uint64_t& count, std::size_t& offset, std::size_t bytes) const {
+    count += bytes;
+    offset += bytes;
+    if (offset == ring_bytes_) offset = 0;
 }
 
 PointToPoint::Handle PointToPoint::send(int to, Tag tag, const std::byte* data, std::size_t bytes,
                                         std::chrono::milliseconds timeout, Done done) {
-    auto* const place = const_cast<std::byte*>(data);  // a send only reads it
-    return post({true, to, tag, place, bytes, Clock::now() + timeout, timeout, std::move(done)});
+    auto* const readable = const_cast<std::byte*>(data);
+    return post({true, to, tag, readable, bytes, Clock::now() + timeout, timeout, std::move(done)});
 }
 
 PointToPoint::Handle PointToPoint::receive(int from, Tag tag, std::byte* data, std::size_t bytes,
@@ -117,7 +117,7 @@ PointToPoint::Handle PointToPoint::post(LocalRequest new_request) {
     membership_.check_abort([&] { return text(*request); });
     std::unique_lock lock(mutex_);
     if (closed_) std::rethrow_exception(closed_);
-    // A request without `done` is waited for by its caller. The others need the progress thread before they start.
+    // The progress thread begins before the first request that needs it: if it cannot, the request does not start.
     if (request->done && !progress_thread_.has_begun())
         progress_thread_ = Thread(membership_.own_name() + ": the thread of its messages",
                                   [self = shared_from_this()] { self->run_progress(); });
@@ -127,6 +127,7 @@ PointToPoint::Handle PointToPoint::post(LocalRequest new_request) {
     return request;
 }
 
+// Puts the request into its queue or matches it, and moves what can be moved at once.
 void PointToPoint::start_request(const Handle& request) {
     if (request->outgoing) {
         auto& queue = outgoing_[index(request->peer)];
@@ -143,12 +144,12 @@ void PointToPoint::start_request(const Handle& request) {
 
 // Matches the receive with an unexpected message; false if there is none.
 bool PointToPoint::match_unexpected(const Handle& request) {
-    const auto found = std::find_if(unexpected_.begin(), unexpected_.end(), [&](const IncomingHandle& message) {
+    const auto match = std::find_if(unexpected_.begin(), unexpected_.end(), [&](const IncomingHandle& message) {
         return message->tag == request->tag && (request->peer == kAnyone || request->peer == message->from);
     });
-    if (found == unexpected_.end() || !take(request->claim)) return false;
-    const IncomingHandle message = *found;
-    unexpected_.erase(found);
+    if (match == unexpected_.end() || !take(request->claim)) return false;
+    const IncomingHandle message = *match;
+    unexpected_.erase(match);
     message->request = request;
     request->peer = message->from;
     if (message->moved == message->bytes) deliver(message);
@@ -165,33 +166,33 @@ bool PointToPoint::progress() {
     return moved;
 }
 
+// Writes the queued sends to a rank into its ring, as far as there is space; returns whether any byte was written.
 bool PointToPoint::write_ring(int to) {
     RingState& ring_state = this->ring_state(membership_.rank(), to);
     std::byte* ring = this->ring(membership_.rank(), to);
     std::size_t& offset = write_offsets_[index(to)];
-    std::uint64_t written = ring_state.written.load(std::memory_order_relaxed);
+    std::uint64_t written = ring_state.written.load(std::memory_order_relaxed);  // no other rank stores it
     const std::uint64_t before = written;
-    const auto advance = [&](std::size_t bytes) {
-        written += bytes;
-        offset = next_offset(offset + bytes);
-    };
     auto& queue = outgoing_[index(to)];
     while (!queue.empty()) {
         const Handle request = queue.front();
         const std::size_t free = ring_bytes_ - (written - ring_state.read.load());
-        if (free == 0) break;  // all lengths are padded: what is free is a multiple of a line
+        if (free == 0) break;
         if (!request->header_sent) {
+            // 1. The header. It fits, because all lengths in the ring are multiples of a cache line.
             const MessageHeader header{request->tag, request->bytes};
             std::memcpy(ring + offset, &header, sizeof(header));
-            advance(sizeof(header));
+            advance(written, offset, sizeof(header));
             request->header_sent = true;
         } else {
+            // 2. A piece of the bytes.
             const std::size_t space = std::min({free, ring_bytes_ - offset, kPiece});
-            const std::size_t now = std::min(space, request->bytes - request->moved);
-            std::memcpy(ring + offset, request->data + request->moved, now);
-            request->moved += now;
-            advance(padded(now));
+            const std::size_t piece = std::min(space, request->bytes - request->moved);
+            std::memcpy(ring + offset, request->data + request->moved, piece);
+            request->moved += piece;
+            advance(written, offset, round_up_to_line(piece));
         }
+        // 3. Publish what was written; a header together with the first piece, if that fits.
         if (request->moved == request->bytes) {
             queue.pop_front();
             ring_state.written.store(written);
@@ -205,20 +206,16 @@ bool PointToPoint::write_ring(int to) {
     return written != before;
 }
 
+// Reads what a rank has written into the ring to this rank; returns whether any byte was read.
 bool PointToPoint::read_ring(int from) {
-    // The ring has headers, each followed by the bytes of its message. `read` counts all bytes, `offset` is a place.
     RingState& ring_state = this->ring_state(from, membership_.rank());
     const std::byte* ring = this->ring(from, membership_.rank());
     std::size_t& offset = read_offsets_[index(from)];
-    std::uint64_t read = ring_state.read.load(std::memory_order_relaxed);
+    std::uint64_t read = ring_state.read.load(std::memory_order_relaxed);  // no other rank stores it
     const std::uint64_t before = read;
-    const auto advance = [&](std::size_t bytes) {
-        read += bytes;
-        offset = next_offset(offset + bytes);
-    };
     IncomingHandle& message = incoming_[index(from)];
-    while (const std::size_t here = ring_state.written.load() - read) {
-        // 1. A header: it waits in the ring until some receive from this rank is posted, which may have another tag.
+    while (const std::size_t unread = ring_state.written.load() - read) {
+        // 1. A header. It stays in the ring while no receive from that rank is posted; the tag may be another one.
         if (!message) {
             if (!has_posted_receive(from)) break;
             MessageHeader header;
@@ -226,29 +223,29 @@ bool PointToPoint::read_ring(int from) {
             message =
                 std::make_shared<IncomingMessage>(IncomingMessage{from, header.tag, header.bytes, 0, nullptr, nullptr});
             match_posted(message);
-            advance(sizeof(header));
+            advance(read, offset, sizeof(header));
         } else {
-            // 2. Bytes, as many as are here: into the memory of the receive if it is posted, else into a buffer.
-            const std::size_t now = std::min({here, ring_bytes_ - offset, message->bytes - message->moved});
+            // 2. A piece of the bytes: into the memory of the receive if it has matched, otherwise into a buffer.
+            const std::size_t piece = std::min({unread, ring_bytes_ - offset, message->bytes - message->moved});
             const bool direct = message->request && !message->buffer && message->bytes == message->request->bytes;
             if (!direct && !message->buffer && !buffer_unexpected(*message)) return true;  // the group has ended
-            std::memcpy((direct ? message->request->data : message->buffer.get()) + message->moved, ring + offset, now);
-            message->moved += now;
-            advance(padded(now));
+            std::byte* const target = direct ? message->request->data : message->buffer.get();
+            std::memcpy(target + message->moved, ring + offset, piece);
+            message->moved += piece;
+            advance(read, offset, round_up_to_line(piece));
         }
-        // 3. The space is free for the sender. A whole message is given to its receive.
+        // 3. The sender may use the space again. A complete message goes to its receive.
         ring_state.read.store(read);
         if (message->moved < message->bytes) continue;
-        const IncomingHandle whole = std::move(message);
-        message = nullptr;
-        if (whole->request) deliver(whole);
+        const IncomingHandle complete = std::exchange(message, nullptr);
+        if (complete->request) deliver(complete);
     }
     if (read != before) membership_.wake(from);
     return read != before;
 }
 
-// Allocates a buffer for an unexpected message. Without memory the group ends: no message behind this one can ever be
-// received.
+// Allocates a buffer for an unexpected message, or for one of another length than its receive. Without memory the group
+// ends: no message behind this one can be received.
 bool PointToPoint::buffer_unexpected(IncomingMessage& message) {
     message.buffer.reset(new (std::nothrow) std::byte[message.bytes]);
     if (message.buffer) return true;
@@ -258,7 +255,7 @@ bool PointToPoint::buffer_unexpected(IncomingMessage& message) {
     return false;
 }
 
-// Whether a receive without a message may match one of this rank; otherwise its messages can stay in the ring.
+// Whether a posted receive may match a message from this rank. Otherwise the rank's messages can stay in the ring.
 bool PointToPoint::has_posted_receive(int from) const {
     return std::any_of(posted_receives_.begin(), posted_receives_.end(),
                        [from](const Handle& request) { return request->peer == from || request->peer == kAnyone; });
@@ -267,17 +264,17 @@ bool PointToPoint::has_posted_receive(int from) const {
 // Matches a message, whose header has been read, with the first posted receive for it; otherwise the message is
 // unexpected.
 void PointToPoint::match_posted(const IncomingHandle& message) {
-    const auto found = std::find_if(posted_receives_.begin(), posted_receives_.end(), [&](const Handle& request) {
-        const bool is_meant = request->peer == kAnyone || request->peer == message->from;
-        return request->tag == message->tag && is_meant && take(request->claim);
+    const auto match = std::find_if(posted_receives_.begin(), posted_receives_.end(), [&](const Handle& request) {
+        const bool is_from_peer = request->peer == kAnyone || request->peer == message->from;
+        return request->tag == message->tag && is_from_peer && take(request->claim);
     });
-    if (found == posted_receives_.end()) {
+    if (match == posted_receives_.end()) {
         unexpected_.push_back(message);
         return;
     }
-    message->request = *found;
+    message->request = *match;
     message->request->peer = message->from;
-    posted_receives_.erase(found);
+    posted_receives_.erase(match);
 }
 
 // Delivers a complete message to its receive.
@@ -286,16 +283,17 @@ void PointToPoint::deliver(const IncomingHandle& message) {
     std::exception_ptr error;
     if (message->bytes != request->bytes) {
         error = std::make_exception_ptr(CommError(
-            CommError::Kind::kMismatch,
-            "rank " + std::to_string(membership_.group_rank(membership_.rank())) + ": rank " +
-                std::to_string(membership_.group_rank(message->from)) + " has sent " + std::to_string(message->bytes) +
-                " bytes for " + text(*request) + "; what is sent and the tensor that receives it must be of one size"));
+            CommError::Kind::kMismatch, membership_.own_name() + ": rank " +
+                                            std::to_string(membership_.group_rank(message->from)) + " has sent " +
+                                            std::to_string(message->bytes) + " bytes for " + text(*request) +
+                                            "; what is sent and the tensor that receives it must be of one size"));
     } else if (message->buffer) {
         std::memcpy(request->data, message->buffer.get(), message->bytes);
     }
     finish(request, error);
 }
 
+// Marks the request as finished, and calls its Done. An exception of Done becomes the error of the request.
 void PointToPoint::finish(const Handle& request, std::exception_ptr error) {
     request->error = error;
     request->finished = true;
@@ -306,9 +304,10 @@ void PointToPoint::finish(const Handle& request, std::exception_ptr error) {
         });
         if (thrown && !error) request->error = thrown;
     }
-    if (waiting_ > 1) membership_.wake(membership_.rank());  // another thread may wait for it
+    if (waiting_ > 1) membership_.wake(membership_.rank());  // the request may be that of another thread
 }
 
+// Finishes all requests with the error; null: the group has been destroyed. Later requests fail in post().
 void PointToPoint::fail_all(std::exception_ptr error) {
     if (!error) error = std::make_exception_ptr(std::runtime_error("the group has been destroyed"));
     if (!closed_) closed_ = error;
@@ -318,26 +317,26 @@ void PointToPoint::fail_all(std::exception_ptr error) {
     }
     for (const Handle& request : std::exchange(posted_receives_, {})) finish(request, error);
     for (IncomingHandle& message : incoming_) {
-        if (const IncomingHandle left = std::exchange(message, nullptr); left && left->request)
-            finish(left->request, error);
+        if (const IncomingHandle partial = std::exchange(message, nullptr); partial && partial->request)
+            finish(partial->request, error);
     }
     unexpected_.clear();
 }
 
-// Callbacks run without the lock.
+// Calls the callbacks, and those that are added meanwhile, without the lock.
 void PointToPoint::run_callbacks(std::unique_lock<std::mutex>& lock) {
     while (!callbacks_.empty()) {
-        auto now = std::exchange(callbacks_, {});
+        auto callbacks = std::exchange(callbacks_, {});
         lock.unlock();
-        for (const auto& each : now) caught(each);
-        now.clear();
+        for (const auto& callback : callbacks) caught(callback);
+        callbacks.clear();
         lock.lock();
     }
 }
 
 bool PointToPoint::wait(const Handle& request, std::chrono::milliseconds limit) {
-    const bool for_ever = limit == std::chrono::milliseconds::max();
-    const auto until = for_ever ? Clock::time_point::max() : Clock::now() + limit;
+    const bool is_unlimited = limit == std::chrono::milliseconds::max();
+    const auto until = is_unlimited ? Clock::time_point::max() : Clock::now() + limit;
     bool in_time = false;
     std::unique_lock lock(mutex_);
     ++waiting_;
@@ -348,7 +347,7 @@ bool PointToPoint::wait(const Handle& request, std::chrono::milliseconds limit) 
     return in_time;
 }
 
-// Under the lock.
+// Makes progress until the request is finished (true) or the time has come (false).
 bool PointToPoint::progress_until(const Handle& request, Clock::time_point until, std::unique_lock<std::mutex>& lock) {
     if (request->finished) return true;
     WaitPolicy wait_policy(membership_);
@@ -363,7 +362,7 @@ bool PointToPoint::progress_until(const Handle& request, Clock::time_point until
             continue;
         }
         membership_.note_core();
-        const bool shares_core = membership_.shares_core(0, [&](int each) { return depends_on(*request, each); });
+        const bool shares_core = membership_.shares_core(0, [&](int rank) { return depends_on(*request, rank); });
         lock.unlock();
         if (wait_policy.wait(shares_core, [&] { return try_progress(request); })) {
             in_time = Clock::now() < until;
@@ -377,7 +376,8 @@ bool PointToPoint::progress_until(const Handle& request, Clock::time_point until
     return request->finished;
 }
 
-// Publishes the wait. A background thread publishes only waits of a collective: the program of this rank continues.
+// Publishes the wait of this thread in the wait-for graph. While a background thread waits, the program of this rank
+// continues, so a background thread publishes only the waits of a collective.
 void PointToPoint::publish_wait(const Handle& request, LongWait& long_wait) {
     WaitGraph::Wait wait = wait_edge(request);
     wait.in_background = in_background;
@@ -394,7 +394,8 @@ WaitGraph::Wait PointToPoint::wait_edge(const LocalRequest& request) {
     return {kind, (request.tag & kCollectiveFlag) != 0, request.peer == kAnyone ? WaitGraph::kAnyone : request.peer};
 }
 
-// Whether a wait that a rank has published still stands: a rank that could move bytes is not blocked.
+// Whether a wait that a rank has published still stands: a rank that can move bytes is not blocked. The rank may change
+// one counter between the two loads; the next look of the diagnosis corrects the answer.
 bool PointToPoint::is_blocked(int rank, const WaitGraph::Wait& wait) const {
     if (wait.kind == WaitGraph::WaitKind::kSend) {
         const RingState& ring_state = this->ring_state(rank, wait.peer);
@@ -409,7 +410,7 @@ bool PointToPoint::is_blocked(int rank, const WaitGraph::Wait& wait) const {
     return true;
 }
 
-// For a thread that is about to sleep: whether it need not.
+// Makes progress for a thread that is about to sleep; returns whether it must not sleep.
 bool PointToPoint::try_progress(const Handle& request) {
     std::unique_lock lock(mutex_);
     const bool moved = !closed_ && progress();
@@ -427,16 +428,17 @@ bool PointToPoint::is_empty(int from) const {
     return ring_state.written.load() == ring_state.read.load();
 }
 
-// Whether a request is lost if this peer is gone: it is unfinished, and no ring holds bytes that may be for it.
+// Whether a request fails if this peer is gone: it is unfinished, and no ring holds bytes that may be for it.
 bool PointToPoint::depends_on(const LocalRequest& request, int peer) const {
     if (request.finished || peer == membership_.rank()) return false;
     if (request.outgoing) return peer == request.peer;
     if (request.peer != kAnyone) return peer == request.peer && is_empty(peer);
-    // A receive from any rank: it goes on as long as a ring holds bytes, or another rank that has not left may send.
-    bool all_left = !request.claim, all_empty = true;  // with a claim it may come from another host
-    for (int each = 0; each < membership_.size(); ++each) {
-        all_left &= each == membership_.rank() || membership_.has_left(each);
-        all_empty &= is_empty(each);  // read afterwards: what a rank has sent before it left is visible by now
+    // A receive from any rank waits as long as a ring holds bytes, or some rank that has not left may send. With a
+    // claim its message may come from another host.
+    bool all_left = !request.claim, all_empty = true;
+    for (int rank = 0; rank < membership_.size(); ++rank) {
+        all_left &= rank == membership_.rank() || membership_.has_left(rank);
+        all_empty &= is_empty(rank);  // loaded after has_left(): the messages that the rank sent before are visible
     }
     return all_empty && (all_left || !membership_.has_left(peer));
 }
@@ -460,39 +462,39 @@ void PointToPoint::check_failures(const Handle& request, LocalDiagnosis& diagnos
         std::unique_lock lock(mutex_);
         fail_all(error);
         run_callbacks(lock);
-    } catch (...) {  // a signal handler's exception belongs to the waiting caller
+    } catch (...) {  // the exception of a signal handler goes to the caller of wait(), too
         std::unique_lock lock(mutex_);
-        fail_all(std::make_exception_ptr(CommError(
-            CommError::Kind::kInterrupted, "rank " + std::to_string(membership_.group_rank(membership_.rank())) +
-                                               " was interrupted in " + text(*request))));
+        fail_all(std::make_exception_ptr(CommError(CommError::Kind::kInterrupted,
+                                                   membership_.own_name() + " was interrupted in " + text(*request))));
         run_callbacks(lock);
         lock.unlock();
         throw;
     }
 }
 
-// The pending request with the earliest deadline.
+// The unfinished request with the earliest deadline; null if there is none.
 PointToPoint::Handle PointToPoint::earliest_pending() const {
-    Handle first;
-    const auto consider = [&first](const Handle& request) {
-        if (request && !request->finished && (!first || request->deadline < first->deadline)) first = request;
+    Handle earliest;
+    const auto consider = [&earliest](const Handle& request) {
+        if (!request || request->finished) return;
+        if (!earliest || request->deadline < earliest->deadline) earliest = request;
     };
     for (const auto& queue : outgoing_) std::for_each(queue.begin(), queue.end(), consider);
     std::for_each(posted_receives_.begin(), posted_receives_.end(), consider);
     for (const IncomingHandle& message : incoming_) {
         if (message) consider(message->request);
     }
-    return first;
+    return earliest;
 }
 
-// Under the lock. Ends the group because of an error of this rank alone.
+// Ends the group because of an error of this rank alone.
 void PointToPoint::fail_group(const std::string& why) {
-    const int rank = membership_.group_rank(membership_.rank());
-    membership_.give_notice({CommError::Kind::kInterrupted, rank});
-    fail_all(
-        std::make_exception_ptr(CommError(CommError::Kind::kInterrupted, "rank " + std::to_string(rank) + ": " + why)));
+    membership_.give_notice({CommError::Kind::kInterrupted, membership_.group_rank(membership_.rank())});
+    const std::string text = membership_.own_name() + ": " + why;
+    fail_all(std::make_exception_ptr(CommError(CommError::Kind::kInterrupted, text)));
 }
 
+// The progress thread.
 void PointToPoint::run_progress() {
     in_background = true;
     std::unique_lock lock(mutex_);
@@ -506,7 +508,7 @@ void PointToPoint::run_progress() {
     }
 }
 
-// Under the lock. One turn.
+// One turn of the progress thread. It is idle while there is no request, or another thread makes progress in wait().
 void PointToPoint::progress_once(std::unique_lock<std::mutex>& lock, WaitPolicy& wait_policy,
                                  LocalDiagnosis& diagnosis) {
     const Handle request = earliest_pending();
@@ -529,8 +531,8 @@ void PointToPoint::progress_once(std::unique_lock<std::mutex>& lock, WaitPolicy&
 }
 
 void PointToPoint::end() {
-    membership_.give_notice(
-        {CommError::Kind::kInterrupted, membership_.group_rank(membership_.rank())});  // unless there is one
+    // An earlier notice stands, and check_abort() throws what it says.
+    membership_.give_notice({CommError::Kind::kInterrupted, membership_.group_rank(membership_.rank())});
     const auto reason =
         caught([this] { membership_.check_abort([] { return std::string("a message that was under way"); }); });
     std::unique_lock lock(mutex_);

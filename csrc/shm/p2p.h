@@ -10,8 +10,14 @@
 // receive) stays in the ring, which is the back-pressure on the sender. If a receive waits for a message behind it, the
 // unexpected message is copied to a buffer.
 //
-// Every wait makes progress on all requests of its rank. A progress thread does so for requests that no thread waits
-// for.
+// Every wait makes progress on all requests of its rank: it moves the bytes that can be moved at present. A progress
+// thread does so for requests that no thread waits for.
+//
+// Memory order, for any processor: the sender stores `written` after the bytes (release), and the receiver loads it
+// before it reads them (acquire). The receiver stores `read` after it has copied the bytes, and the sender loads it
+// before it overwrites them. Each counter has one writing rank, whose threads hold `mutex_`. All four accesses are
+// sequentially consistent, since waits for them end in Membership::sleep(). depends_on() loads whether a rank has left
+// before it loads the counters, so it sees all messages that the rank has sent before.
 #pragma once
 
 #include <condition_variable>
@@ -34,7 +40,8 @@
 
 namespace dist_prims {
 
-// Must be made by make_shared: the progress thread shares ownership. That thread lives until close().
+// Must be made by make_shared: the progress thread shares ownership. The progress thread lives until close(). Public
+// functions may be called from any thread of the rank.
 class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
 public:
     static constexpr int kAnyone = -1;
@@ -42,11 +49,11 @@ public:
     static constexpr Tag kCollectiveFlag = Tag{1} << 63;  // a bit above the tags of users
     static constexpr Tag kBarrierTag = Tag{1} << 62;      // of monitored barriers
     static constexpr Tag kSignalFlag = Tag{1} << 61;      // of signals of windows, which are messages without data
-    // By the number of the window, which begins again at 0 after 2^61 windows.
+    // The tag of a signal of a window. The numbers of windows begin again at 0 after 2^61 windows.
     static constexpr Tag signal_tag(std::uint64_t window) { return kSignalFlag | (window & (kSignalFlag - 1)); }
 
-    // Called under the lock with the result (null: success). What it returns, if anything, is called later without the
-    // lock, and may block.
+    // Receives the result of a request (null: success), on a thread that holds `mutex_`. It may return a callback,
+    // which the same thread calls later without the lock, and which may block.
     using Done = std::function<std::function<void()>(std::exception_ptr)>;
 
     // A send or a receive of this rank.
@@ -54,13 +61,13 @@ public:
         bool outgoing;
         int peer;  // kAnyone until the message of a receive from any rank is known
         Tag tag;
-        std::byte* data;  // a send only reads it
+        std::byte* data;  // of the caller; a send only reads it
         std::size_t bytes;
         Clock::time_point deadline;
         std::chrono::milliseconds timeout;
         Done done;
-        ClaimPtr claim{};  // of a receive from any rank that the transport between hosts has as well
-        std::size_t moved = 0;
+        ClaimPtr claim{};       // of a receive from any rank that is posted at the transport between hosts as well
+        std::size_t moved = 0;  // bytes of a send that have been written to the ring
         bool header_sent = false, finished = false;
         std::exception_ptr error{};
         TraceTransfer trace{};
@@ -76,12 +83,15 @@ public:
     // `place` points to bytes(size) of the shared memory.
     PointToPoint(std::shared_ptr<const Mapping> memory, std::byte* place, std::shared_ptr<Membership> membership);
 
-    // The data must stay valid until the request is finished.
+    // Post a send or a receive, and return it.
+    // data: must stay valid until the request is finished.
+    // timeout: from now on; a request that is not finished then ends the group.
+    // done: null if the caller calls wait(); otherwise the progress thread finishes the request.
     Handle send(int to, Tag tag, const std::byte* data, std::size_t bytes, std::chrono::milliseconds timeout,
                 Done done);
     Handle receive(int from, Tag tag, std::byte* data, std::size_t bytes, std::chrono::milliseconds timeout, Done done,
                    ClaimPtr claim = nullptr);
-    // Gives up a receive whose claim has been taken in another place. `done` is not called.
+    // Gives up a receive whose claim has been taken by a message from another host. `done` is not called.
     void withdraw(const Handle& request);
 
     // Returns true when the request is finished, with or without an error; false after `limit`.
@@ -95,11 +105,11 @@ public:
     // Describes a request for an error message.
     std::string text(const LocalRequest& request) const;
 
-    // Ends the group unless it has ended. All requests, now and later, fail with the reason. After this no request
-    // reads or writes its memory.
+    // Ends the group unless it has ended. All requests, now and later, fail with the reason of the group's end. After
+    // this no request reads or writes its memory.
     void end();
-    // Like end(), with `reason`, because this rank leaves; also ends the progress thread. Any thread may call it, any
-    // number of times.
+    // Fails all requests, now and later, with `reason`, because this rank leaves the group (null: "the group has been
+    // destroyed"), and ends the progress thread. May be called any number of times.
     void close(std::exception_ptr reason);
 
 private:
@@ -115,34 +125,41 @@ private:
     };
     using IncomingHandle = std::shared_ptr<IncomingMessage>;
 
+    // The shared memory.
     RingState& ring_state(int from, int to) const;
     std::byte* ring(int from, int to) const;
-    std::size_t next_offset(std::size_t offset) const;
-    Handle post(LocalRequest request);
+    void advance(std::uint64_t& count, std::size_t& offset, std::size_t bytes) const;
+    bool is_empty(int from) const;
+    bool is_blocked(int rank, const WaitGraph::Wait& wait) const;
+    static WaitGraph::Wait wait_edge(const LocalRequest& request);
+
+    // Called with `mutex_` locked, which they keep locked.
     void start_request(const Handle& request);
     bool match_unexpected(const Handle& request);
     bool progress();
-    bool try_progress(const Handle& request);
     bool write_ring(int to);
     bool read_ring(int from);
     bool buffer_unexpected(IncomingMessage& message);
     bool has_posted_receive(int from) const;
     void match_posted(const IncomingHandle& message);
     void deliver(const IncomingHandle& message);
-    bool is_empty(int from) const;
     bool depends_on(const LocalRequest& request, int peer) const;
     void finish(const Handle& request, std::exception_ptr error);
     void fail_all(std::exception_ptr error);
+    void fail_group(const std::string& why);
+    Handle earliest_pending() const;
+
+    // Called with `mutex_` locked by `lock`, which they unlock meanwhile.
     void run_callbacks(std::unique_lock<std::mutex>& lock);
     bool progress_until(const Handle& request, Clock::time_point until, std::unique_lock<std::mutex>& lock);
-    void publish_wait(const Handle& request, LongWait& long_wait);
-    static WaitGraph::Wait wait_edge(const LocalRequest& request);
-    bool is_blocked(int rank, const WaitGraph::Wait& wait) const;
-    void check_failures(const Handle& request, LocalDiagnosis& diagnosis);
-    void fail_group(const std::string& why);
-    void run_progress();
     void progress_once(std::unique_lock<std::mutex>& lock, WaitPolicy& wait_policy, LocalDiagnosis& diagnosis);
-    Handle earliest_pending() const;
+
+    // Called without the lock.
+    Handle post(LocalRequest request);
+    bool try_progress(const Handle& request);
+    void publish_wait(const Handle& request, LongWait& long_wait);
+    void check_failures(const Handle& request, LocalDiagnosis& diagnosis);
+    void run_progress();
 
     const std::shared_ptr<const Mapping> memory_;
     std::byte* const place_;
@@ -150,18 +167,18 @@ private:
     Membership& membership_;
     const std::size_t ring_bytes_;
 
-    std::mutex mutex_;                          // of all below
-    std::vector<std::deque<Handle>> outgoing_;  // by receiver
-    std::list<Handle> posted_receives_;         // receives without a matching message
-    std::vector<IncomingHandle> incoming_;      // by sender: the message that is partly read
-    std::list<IncomingHandle> unexpected_;      // messages without a matching receive
-    std::vector<std::size_t> write_offsets_;    // by receiver: where the next bytes go in its ring
-    std::vector<std::size_t> read_offsets_;     // by sender: where the next bytes are in its ring
-    std::vector<std::function<void()>> callbacks_;
-    std::exception_ptr closed_;
-    int waiting_ = 0;
+    std::mutex mutex_;                              // of all below
+    std::vector<std::deque<Handle>> outgoing_;      // by receiver: the sends whose bytes are not all in the ring
+    std::list<Handle> posted_receives_;             // receives without a matching message
+    std::vector<IncomingHandle> incoming_;          // by sender: the message that is partly read
+    std::list<IncomingHandle> unexpected_;          // messages without a matching receive
+    std::vector<std::size_t> write_offsets_;        // by receiver: where the next bytes go in its ring
+    std::vector<std::size_t> read_offsets_;         // by sender: where the next bytes are in its ring
+    std::vector<std::function<void()>> callbacks_;  // what Done has returned, not called yet
+    std::exception_ptr closed_;                     // why all requests fail; null as long as they do not
+    int waiting_ = 0;                               // threads in wait()
     bool ending_ = false, progress_is_idle_ = false;
-    std::condition_variable wake_;
+    std::condition_variable wake_;  // of the progress thread
     Thread progress_thread_;
 };
 

@@ -11,11 +11,8 @@
 namespace dist_prims {
 namespace {
 
-std::size_t round_up(std::size_t bytes) {
-    return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
-}
-
-// Whether the calls name one algorithm whose steps differ: then the names differ in the fingerprint after the '#'.
+// Whether the calls name the same algorithm, but with different steps. The name ends with '#' and a fingerprint of the
+// steps.
 bool differ_in_steps(const Call& one, const Call& other) {
     const std::string name = one.algorithm.data(), other_name = other.algorithm.data();
     const std::size_t mark = name.rfind('#');
@@ -28,12 +25,13 @@ bool differ_in_steps(const Call& one, const Call& other) {
 // What a rank writes and the others read.
 struct SlotExchange::PhaseEntry {
     alignas(kCacheLine) std::atomic<std::uint64_t> phase;
-    alignas(kCacheLine) Call call[2];          // by phase, like the slots
-    std::atomic<std::uint64_t> calls, number;  // how many calls were opened, and the number of the last; for diagnosis
+    alignas(kCacheLine) Call call[2];  // by phase, like the slots
+    // For the wait-for graph: how many calls were opened, and the number of the last call, which is stored first.
+    std::atomic<std::uint64_t> calls, number;
 };
 
 std::size_t SlotExchange::bytes(int size, std::size_t capacity) {
-    return static_cast<std::size_t>(size) * (sizeof(PhaseEntry) + 2 * round_up(capacity));
+    return static_cast<std::size_t>(size) * (sizeof(PhaseEntry) + 2 * round_up_to_line(capacity));
 }
 
 void SlotExchange::set_counters(std::byte* place, int size, std::uint64_t value) {
@@ -46,13 +44,13 @@ void SlotExchange::set_counters(std::byte* place, int size, std::uint64_t value)
 
 SlotExchange::SlotExchange(std::shared_ptr<const Mapping> memory, std::byte* place, Membership& membership,
                            std::size_t capacity)
-    : memory_(std::move(memory)), place_(place), membership_(membership), capacity_(round_up(capacity)) {
+    : memory_(std::move(memory)), place_(place), membership_(membership), capacity_(round_up_to_line(capacity)) {
     phase_ = entry(rank()).phase.load();
     calls_ = entry(rank()).calls.load();
     membership.wait_graph().position_by(
         [entries = reinterpret_cast<const PhaseEntry*>(place)](int rank) -> WaitGraph::Position {
             const PhaseEntry& entry = entries[rank];
-            return {entry.phase.load(), entry.calls.load(std::memory_order_relaxed),
+            return {entry.phase.load(), entry.calls.load(std::memory_order_acquire),
                     entry.number.load(std::memory_order_relaxed)};
         });
 }
@@ -87,7 +85,7 @@ void SlotExchange::open(const Call& call, std::chrono::milliseconds timeout, boo
     PhaseEntry& own = entry(rank());
     own.call[(phase_ + 1) & 1] = call;
     own.number.store(call.sequence, std::memory_order_relaxed);
-    own.calls.store(++calls_, std::memory_order_relaxed);
+    own.calls.store(++calls_, std::memory_order_release);
 }
 
 void SlotExchange::check_abort() const {
@@ -106,15 +104,18 @@ bool SlotExchange::any_is_behind() const {
 }
 
 void SlotExchange::phase() {
+    // 1. Post.
     ++phase_;
     membership_.note_core();
     entry(rank()).phase.store(phase_);
-    if (!any_is_behind()) {  // the last rank to post wakes the sleeping ranks
+    // 2. Wait for the other ranks. The last rank to post wakes the sleeping ranks instead.
+    if (!any_is_behind()) {
         for (int peer = 0; peer < size(); ++peer) membership_.wake(peer);
     } else {
         wait_for_all();
     }
     move_trace_step(1);
+    // 3. The first phase of a call compares the calls.
     if (std::exchange(compares_, false)) {
         if (const int peer = differing_rank(); peer >= 0) throw_mismatch(rank(), 0, call(0), peer, call(peer));
     }
@@ -126,9 +127,9 @@ void SlotExchange::wait_for_all() {
     std::optional<LongWait> long_wait;
     TraceSpan span(TraceKind::kWait);
     for (int peer = 0; peer < size(); ++peer) {
-        if (is_behind(peer)) span.set_peer(membership_.group_rank(peer));  // in the end, the rank that came last
+        if (is_behind(peer)) span.set_peer(membership_.group_rank(peer));  // the last one is probably the latest rank
         while (is_behind(peer)) {
-            const bool shares_core = membership_.shares_core(peer, [this](int each) { return is_behind(each); });
+            const bool shares_core = membership_.shares_core(peer, [this](int rank) { return is_behind(rank); });
             const bool is_long = wait_policy.wait(shares_core, [this] { return !any_is_behind(); });
             if (is_long && any_is_behind()) check_failures(long_wait);
             membership_.note_core();
@@ -143,9 +144,9 @@ std::uint64_t SlotExchange::longest() const {
 }
 
 int SlotExchange::shared_tensor_count() const {
-    int found = 0;
-    for (int peer = 0; peer < size(); ++peer) found += call(peer).tensor_ref.is_shared();
-    return found;
+    int count = 0;
+    for (int peer = 0; peer < size(); ++peer) count += call(peer).tensor_ref.is_shared();
+    return count;
 }
 
 int SlotExchange::differing_rank() const {
@@ -155,38 +156,41 @@ int SlotExchange::differing_rank() const {
     return -1;
 }
 
-void throw_mismatch(int rank, int one, const Call& calls, int other, const Call& differs) {
+void throw_mismatch(int rank, int first, const Call& first_call, int second, const Call& second_call) {
     const auto text = [](int rank, const Call& call) {
-        return "ank " + std::to_string(rank) + " calls " + call.text();
+        return "ank " + std::to_string(rank) + " calls " + call.text();  // after "R" or "r"
     };
     const char* const remedy =
-        differ_in_steps(calls, differs)
+        differ_in_steps(first_call, second_call)
             ? "The ranks have registered different steps under this name, as the fingerprints after the # show; "
               "register the same function on every rank"
             : "Every rank of a group must make the same calls in the same order with the same arguments";
-    throw CommError(CommError::Kind::kMismatch, "rank " + std::to_string(rank) +
-                                                    ": ranks disagree, no data was touched. R" + text(one, calls) +
-                                                    "; r" + text(other, differs) + ". " + remedy);
+    throw CommError(CommError::Kind::kMismatch,
+                    "rank " + std::to_string(rank) + ": ranks disagree, no data was touched. R" +
+                        text(first, first_call) + "; r" + text(second, second_call) + ". " + remedy);
 }
 
-// A thread of the queue publishes nothing: the program of this rank continues.
+// Called at intervals by a wait that is long. Throws if a rank that is behind has failed, or after the timeout.
 void SlotExchange::check_failures(std::optional<LongWait>& long_wait) {
+    // 1. Publish the wait; not on a thread of the queue, because the program of this rank continues then.
     constexpr WaitGraph::Wait wait{WaitGraph::WaitKind::kCollective};
     const auto now = Clock::now();
     if (deadline_ == Clock::time_point{}) deadline_ = now + timeout_;
     if (!long_wait) long_wait.emplace(membership_.wait_graph());
     if (!in_background) long_wait->published.set(wait);
+    // 2. Failures of other ranks.
     membership_.check_failures([this](int peer) { return is_behind(peer); }, [this] { return call_.text(); });
+    // 3. The timeout. Each phase has a diagnosis of its own, so in a call of many phases none may become final.
     if (now <= deadline_) return;
     const bool is_final = membership_.is_final(long_wait->diagnosis, {wait}, timeout_);
-    const bool is_over =
-        now > deadline_ + LocalDiagnosis::kLongest;  // in a call of many phases each begins a diagnosis
+    const bool is_over = now > deadline_ + LocalDiagnosis::kLongest;
     if (!(is_final || is_over) || !any_is_behind()) return;
     const std::string what = std::to_string(timeout_.count()) + " ms in " + call_.text();
     membership_.throw_timeout(membership_.spans_hosts() ? what + ": " + late_text() : what,
                               long_wait->diagnosis.verdict());
 }
 
+// The ranks that are behind, for the error of a group that spans hosts.
 std::string SlotExchange::late_text() const {
     std::string text;
     for (int peer = 0; peer < size(); ++peer) {

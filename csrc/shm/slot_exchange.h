@@ -13,10 +13,11 @@
 // has returned from phase t + 1. At that point all readers have posted t + 1, so they have finished reading the data of
 // t.
 //
-// Posting is a store to an atomic counter, and waiting is a load of it. Only its owner writes the counter, which has a
-// cache line of its own. Nothing else is synchronised, on x86 or on Arm. The accesses are sequentially consistent and
-// not only release and acquire, because they must be ordered with the sleeper counts (see membership.h): the last rank
-// to post must see which ranks sleep.
+// Memory order, for any processor: posting is a store to the rank's phase counter, after its data and its call were
+// written (release). Waiting ends with a load of each other counter, before their data is read (acquire). A reader has
+// read before it posts again, so the store of its counter also ends its loads for the writer that overwrites the slot.
+// The accesses are sequentially consistent, because of two ranks that post at once at least one must see that it is the
+// last, and the last rank must see which ranks sleep (membership.h).
 #pragma once
 
 #include <chrono>
@@ -31,15 +32,17 @@
 
 namespace dist_prims {
 
-// Throws Mismatch; called on all ranks when the calls of two ranks differ.
-[[noreturn]] void throw_mismatch(int rank, int one, const Call& calls, int other, const Call& differs);
+// Throws Mismatch. Every rank calls it when the calls of two ranks differ.
+// rank: this rank.
+// first, first_call, second, second_call: the two ranks and their calls.
+[[noreturn]] void throw_mismatch(int rank, int first, const Call& first_call, int second, const Call& second_call);
 
 class SlotExchange {
 public:
     // The bytes of shared memory for `size` ranks, with two slots of `capacity` bytes for each.
     static std::size_t bytes(int size, std::size_t capacity);
 
-    // For tests: lets the counters of new memory begin at `value`. To be called before a rank uses the memory.
+    // For tests: sets the counters in new memory, before a rank uses it.
     static void set_counters(std::byte* place, int size, std::uint64_t value);
 
     // `place` points to bytes(size, capacity) of the shared memory. The phases continue from the counter in it, which
@@ -51,22 +54,26 @@ public:
     std::size_t capacity() const { return capacity_; }
 
     // Announces the call that this rank is about to make. The next phase() compares the announcements of all ranks and
-    // throws Mismatch on every rank if two differ, unless `compares` is false.
+    // throws Mismatch on every rank if two differ, unless `compares` is false. The timeout begins with the first wait
+    // that is long.
     void open(const Call& call, std::chrono::milliseconds timeout, bool compares = true);
     // Restarts the timeout for the rest of the call.
     void restart_timeout() { deadline_ = Clock::time_point{}; }
-    // The first rank whose call differs from rank 0's, or -1. Valid after the first phase.
-    int differing_rank() const;
 
+    // This rank's slot for the data of the next phase: capacity() bytes.
     std::byte* mine();
+    // Posts mine(), and waits until all ranks have posted.
     void phase();
+    // The slot of a rank in the last phase. Valid until this rank's next phase.
+    const std::byte* theirs(int rank) const;
     // Throws if the group has ended.
     void check_abort() const;
-    const std::byte* theirs(int rank) const;
 
-    // The call that a rank has opened. Valid after the first phase of a call, as are longest() and
-    // shared_tensor_count().
+    // The functions below are valid between the first and the second phase of a call.
+    // The call that a rank has opened.
     const Call& call(int rank) const;
+    // The first rank whose call differs from that of rank 0, or -1.
+    int differing_rank() const;
     // The largest Call::longest of all ranks.
     std::uint64_t longest() const;
     // The number of ranks whose data lies in shared tensors.
@@ -86,11 +93,11 @@ private:
     const std::shared_ptr<const Mapping> memory_;
     std::byte* const place_;
     Membership& membership_;
-    const std::size_t capacity_;
-    std::uint64_t phase_ = 0, calls_ = 0;
-    Call call_;
-    bool compares_ = false;
-    Clock::time_point deadline_;
+    const std::size_t capacity_;           // bytes of a slot
+    std::uint64_t phase_ = 0, calls_ = 0;  // phases posted and calls opened by this rank, modulo 2^64
+    Call call_;                            // that this rank has opened
+    bool compares_ = false;                // whether the next phase compares the calls
+    Clock::time_point deadline_;           // zero: the timeout has not begun
     std::chrono::milliseconds timeout_{0};
 };
 

@@ -14,13 +14,14 @@ namespace {
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 
-constexpr std::size_t kLine = 64;
-constexpr std::chrono::milliseconds kLeastSettling = 20ms,
-                                    kMostSettling = 250ms;  // a blocked rank heartbeats every 10 ms
+// How long a verdict must stay the same: a quarter of the timeout within these bounds. Blocked ranks heartbeat every
+// 10 ms. A diagnosis takes at most four times as long.
+constexpr std::chrono::milliseconds kLeastSettling = 20ms, kMostSettling = 250ms;
 constexpr int kLongestInSettlings = 4;
+// How often a blocked thread looks which processes to publish in its other groups, and how many of them.
 constexpr auto kBetweenLooksElsewhere = 100ms;
-constexpr auto kFailureCounts = 5s;        // in another group: ranks that began to wait later time out later
-constexpr std::size_t kMostElsewhere = 2;  // late processes that are published in other groups
+constexpr std::size_t kMostElsewhere = 2;
+constexpr auto kFailureCounts = 5s;  // how long a failure in another group explains why a rank is late
 
 std::uint64_t packed(const WaitGraph::Wait& wait) {
     const auto peer = static_cast<std::uint32_t>(wait.peer);
@@ -35,11 +36,12 @@ WaitGraph::Wait unpacked(std::uint64_t word) {
 
 }  // namespace
 
+// What a rank publishes; no other rank writes to it.
 struct WaitGraph::RankEntry {
-    alignas(kLine) std::atomic<std::uint64_t> slots[kSlots];  // zero: free
+    alignas(kCacheLine) std::atomic<std::uint64_t> slots[kSlots];  // packed waits; zero: free
     std::atomic<std::uint64_t> heartbeats;
-    alignas(kLine) std::atomic<Clock::rep> failed_elsewhere;  // when a wait in another group ended with an error
-    alignas(kLine) Verdict verdict;  // ordered by the notice, which is written after it and read before it
+    alignas(kCacheLine) std::atomic<Clock::rep> failed_elsewhere;  // when a wait in another group ended with an error
+    alignas(kCacheLine) Verdict verdict;
 };
 
 static_assert(std::is_trivially_copyable_v<WaitGraph::Verdict>);
@@ -75,21 +77,19 @@ void WaitGraph::Verdict::add(const Late& late) {
 }
 
 bool WaitGraph::Verdict::has(int rank) const {
-    return std::any_of(ranks, ranks + std::min<std::size_t>(count, kMost),
-                       [rank](const Late& each) { return each.rank == rank; });
+    return std::ranges::find(entries(), rank, &Late::rank) != entries().end();
 }
 
 bool WaitGraph::Verdict::names_the_same(const Verdict& other) const {
     return count == other.count && is_deadlock == other.is_deadlock &&
-           std::equal(ranks, ranks + std::min<std::size_t>(count, kMost), other.ranks,
-                      [](const Late& one, const Late& two) { return one.rank == two.rank; });
+           std::ranges::equal(entries(), other.entries(), {}, &Late::rank, &Late::rank);
 }
 
 // What a wait has published in the graphs of other groups.
 struct WaitGraph::Published::Elsewhere {
-    std::vector<std::uint64_t> since;  // heartbeats when the wait became long
+    std::vector<std::uint64_t> since;  // heartbeats in this group when the wait became long
     Clock::time_point next_look{};
-    std::vector<int> pids;
+    std::vector<int> pids;  // of the late processes
     WaitGraphs::Slots slots;
 };
 
@@ -120,8 +120,8 @@ void WaitGraph::Published::publish_elsewhere(const Wait& wait) {
     elsewhere_->next_look = Clock::now() + kBetweenLooksElsewhere;
     const Verdict verdict = graph_.find_late({wait}, elsewhere_->since);
     std::vector<int> pids;
-    for (std::size_t each = 0; each < std::min<std::size_t>(verdict.count, kMostElsewhere); ++each) {
-        const int rank = verdict.ranks[each].rank, pid = rank < 0 ? -rank : graph_.pid_of_(rank);
+    for (std::size_t index = 0; index < std::min<std::size_t>(verdict.count, kMostElsewhere); ++index) {
+        const int rank = verdict.ranks[index].rank, pid = rank < 0 ? -rank : graph_.pid_of_(rank);
         if (pid && rank != graph_.rank_) pids.push_back(pid);
     }
     if (pids == elsewhere_->pids) return;
@@ -149,6 +149,7 @@ std::atomic<std::uint64_t>* WaitGraph::take_slot(const Wait& wait) const {
     return nullptr;
 }
 
+// The rank of a process; -pid if the process is not a rank of this group.
 int WaitGraph::rank_of(int pid) const {
     for (int rank = 0; pid_of_ && rank < size_; ++rank) {
         if (pid_of_(rank) == pid) return rank;
@@ -157,79 +158,85 @@ int WaitGraph::rank_of(int pid) const {
 }
 
 WaitGraph::Waits WaitGraph::published_waits(int rank) const {
-    Waits found;
+    Waits waits;
     for (const auto& slot : entry(rank).slots) {
         const Wait wait = unpacked(slot.load());
-        if (wait.kind != WaitKind::kNone) found.push_back(wait);
+        if (wait.kind != WaitKind::kNone) waits.push_back(wait);
     }
-    return found;
+    return waits;
 }
 
-// The ranks that are furthest behind, if `rank` is ahead of them. A rank between them and `rank` is left out: it waits
-// for them as well.
+// The collectives of the ranks that have posted the fewest phases; none if `rank` is one of these ranks. A rank with
+// more phases, but fewer than `rank`, waits for these ranks itself, so it is left out.
 WaitGraph::Nodes WaitGraph::ranks_behind(int rank) const {
     std::vector<std::uint64_t> phases;
     for (int peer = 0; peer < size_; ++peer) phases.push_back(position_(peer).phase);
     const std::uint64_t least = *std::min_element(phases.begin(), phases.end(), precedes);
-    Nodes found;
-    if (least == phases[static_cast<std::size_t>(rank)]) return found;
+    Nodes nodes;
+    if (least == phases[static_cast<std::size_t>(rank)]) return nodes;
     for (int peer = 0; peer < size_; ++peer) {
-        if (phases[static_cast<std::size_t>(peer)] == least) found.push_back({peer, true});
+        if (phases[static_cast<std::size_t>(peer)] == least) nodes.push_back({peer, true});
     }
-    return found;
+    return nodes;
 }
 
-// A receive from any rank waits for all of them: it is blocked as long as none of them sends.
+// The nodes for which a wait for a message waits. A receive from any rank waits for all other ranks.
 WaitGraph::Nodes WaitGraph::awaited_nodes(int rank, const Wait& wait) const {
     if (wait.peer != kAnyone) return {{wait.peer, wait.in_collective}};
-    Nodes found;
+    Nodes nodes;
     for (int peer = 0; peer < size_; ++peer) {
-        if (peer != rank) found.push_back({peer, wait.in_collective});
+        if (peer != rank) nodes.push_back({peer, wait.in_collective});
     }
-    return found;
+    return nodes;
 }
 
-void WaitGraph::add_message_edges(int rank, bool in_collective, Nodes& found) const {
+// Adds the nodes for which `rank` waits by the messages of its collectives, or of its program.
+void WaitGraph::add_message_edges(int rank, bool in_collective, Nodes& nodes) const {
     for (const Wait& wait : published_waits(rank)) {
         const bool is_message = wait.kind == WaitKind::kReceive || wait.kind == WaitKind::kSend;
         if (!is_message || wait.in_collective != in_collective || !is_blocked_(rank, wait)) continue;
-        for (const Node& target : awaited_nodes(rank, wait)) found.push_back(target);
+        for (const Node& awaited : awaited_nodes(rank, wait)) nodes.push_back(awaited);
     }
 }
 
-void WaitGraph::add_elsewhere_edges(int rank, const std::vector<std::uint64_t>& since, Nodes& found) const {
-    if (pid_of_ && pid_of_(rank) == 0) return;  // its pids are of another PID namespace
-    const RankEntry& of = entry(rank);
+// Adds the processes for which `rank` waits in its other groups, or waited before a recent failure there. What a
+// stopped rank has published does not count.
+
+void WaitGraph::add_elsewhere_edges(int rank, const std::vector<std::uint64_t>& since, Nodes& nodes) const {
+    if (pid_of_ && pid_of_(rank) == 0) return;  // the rank has published pids of another PID namespace
+    const RankEntry& published = entry(rank);
     const auto now = Clock::now().time_since_epoch().count();
-    const bool has_failed = now - of.failed_elsewhere.load() < Clock::duration(kFailureCounts).count();
-    if (of.heartbeats.load(std::memory_order_relaxed) == since[static_cast<std::size_t>(rank)] && !has_failed) return;
+    const bool has_failed = now - published.failed_elsewhere.load() < Clock::duration(kFailureCounts).count();
+    const std::uint64_t heartbeats = published.heartbeats.load(std::memory_order_relaxed);
+    if (heartbeats == since[static_cast<std::size_t>(rank)] && !has_failed) return;
     for (const Wait& wait : published_waits(rank)) {
-        if (wait.kind == WaitKind::kElsewhere) found.push_back({rank_of(wait.peer), false});
+        if (wait.kind == WaitKind::kElsewhere) nodes.push_back({rank_of(wait.peer), false});
     }
 }
 
 WaitGraph::Nodes WaitGraph::edges_of_collectives(int rank) const {
-    Nodes found = ranks_behind(rank);
-    if (found.empty()) add_message_edges(rank, true, found);
-    return found;
+    Nodes nodes = ranks_behind(rank);
+    if (nodes.empty()) add_message_edges(rank, true, nodes);
+    return nodes;
 }
 
-// A rank whose collectives wait for nothing has not made the call: the result then depends on what its program waits
-// for.
+// The nodes for which a node waits. A rank whose collectives wait for nothing has not made the call yet, so its
+// collectives wait for what its program waits for. A program in a collective waits for what its collectives wait for.
 WaitGraph::Nodes WaitGraph::edges_from(const Node& node, const std::vector<std::uint64_t>& since) const {
     const auto published = published_waits(node.rank);
     const bool is_in_collective = std::any_of(published.begin(), published.end(), [](const Wait& wait) {
         return wait.kind == WaitKind::kCollective || (wait.in_collective && !wait.in_background);
     });
-    Nodes found;
-    if (node.is_collectives || is_in_collective) found = edges_of_collectives(node.rank);
-    if (node.is_collectives && !found.empty()) return found;
-    add_message_edges(node.rank, false, found);
-    add_elsewhere_edges(node.rank, since, found);
-    return found;
+    Nodes nodes;
+    if (node.is_collectives || is_in_collective) nodes = edges_of_collectives(node.rank);
+    if (node.is_collectives && !nodes.empty()) return nodes;
+    add_message_edges(node.rank, false, nodes);
+    add_elsewhere_edges(node.rank, since, nodes);
+    return nodes;
 }
 
-// A depth-first search through the graph.
+// A depth-first search from the visited nodes. Nodes without edges are late. If there are none, all paths end in
+// circles, and the first circle is a deadlock.
 class WaitGraph::Search {
 public:
     Search(const WaitGraph& graph, const std::vector<std::uint64_t>& since)
@@ -240,9 +247,9 @@ public:
         if (std::exchange(visited_[2 * static_cast<std::size_t>(node.rank) + node.is_collectives], char{1}))
             return note_deadlock(node);
         path_.push_back(node);
-        const Nodes next = graph_.edges_from(node, since_);
-        for (const Node& each : next) visit(each);
-        if (next.empty()) add_late(graph_.describe(node.rank, node.is_collectives));
+        const Nodes awaited = graph_.edges_from(node, since_);
+        for (const Node& next : awaited) visit(next);
+        if (awaited.empty()) add_late(graph_.describe(node.rank, node.is_collectives));
         path_.pop_back();
     }
 
@@ -253,52 +260,53 @@ private:
         if (!late_.has(late.rank)) late_.add(late);
     }
 
+    // The search has met a node again. If the node is on the current path, the path from there on is a circle.
     void note_deadlock(const Node& node) {
-        auto each = std::find_if(path_.begin(), path_.end(), [&](const Node& other) {
+        auto member = std::find_if(path_.begin(), path_.end(), [&](const Node& other) {
             return other.rank == node.rank && other.is_collectives == node.is_collectives;
         });
-        if (deadlock_.count || each == path_.end()) return;
+        if (deadlock_.count || member == path_.end()) return;
         deadlock_.is_deadlock = true;
-        for (; each != path_.end(); ++each) {
-            if (!deadlock_.has(each->rank)) deadlock_.add(graph_.describe(each->rank, each->is_collectives));
+        for (; member != path_.end(); ++member) {
+            if (!deadlock_.has(member->rank)) deadlock_.add(graph_.describe(member->rank, member->is_collectives));
         }
     }
 
     const WaitGraph& graph_;
     const std::vector<std::uint64_t>& since_;
     Nodes path_;
-    std::vector<char> visited_;  // by node
+    std::vector<char> visited_;  // by 2 * rank + is_collectives
     Verdict late_, deadlock_;
 };
 
 WaitGraph::Verdict WaitGraph::find_late(const Waits& waits, const std::vector<std::uint64_t>& since) const {
     Search search(*this, since);
     for (const Wait& wait : waits) {
-        const Nodes first =
-            wait.kind == WaitKind::kCollective ? edges_of_collectives(rank_) : awaited_nodes(rank_, wait);
-        for (const Node& each : first) search.visit(each);
+        const bool is_collective = wait.kind == WaitKind::kCollective;
+        const Nodes awaited = is_collective ? edges_of_collectives(rank_) : awaited_nodes(rank_, wait);
+        for (const Node& node : awaited) search.visit(node);
     }
     return search.verdict();
 }
 
 std::vector<std::uint64_t> WaitGraph::heartbeats() const {
-    std::vector<std::uint64_t> found;
-    for (int rank = 0; rank < size_; ++rank) found.push_back(entry(rank).heartbeats.load(std::memory_order_relaxed));
-    return found;
+    std::vector<std::uint64_t> counts;
+    for (int rank = 0; rank < size_; ++rank) counts.push_back(entry(rank).heartbeats.load(std::memory_order_relaxed));
+    return counts;
 }
 
 WaitGraph::Late WaitGraph::describe(int rank, bool in_collective) const {
-    const Position here = position_(rank);
-    Position furthest = here;
-    std::uint64_t last_phase = here.phase;
+    const Position position = position_(rank);
+    Position furthest = position;  // of all ranks, by calls
+    std::uint64_t last_phase = position.phase;
     for (int peer = 0; peer < size_; ++peer) {
-        const Position there = position_(peer);
-        if (precedes(furthest.calls, there.calls)) furthest = there;
-        last_phase = std::max(last_phase, there.phase, precedes);
+        const Position other = position_(peer);
+        if (precedes(furthest.calls, other.calls)) furthest = other;
+        last_phase = std::max(last_phase, other.phase, precedes);
     }
-    if (precedes(here.calls, furthest.calls)) return {rank, LateState::kHasNotMadeCall, furthest.number};
-    const bool is_in_call = in_collective || precedes(here.phase, last_phase);
-    return {rank, is_in_call ? LateState::kIsInCall : LateState::kIsInNoCall, here.number};
+    if (precedes(position.calls, furthest.calls)) return {rank, LateState::kHasNotMadeCall, furthest.number};
+    const bool is_in_call = in_collective || precedes(position.phase, last_phase);
+    return {rank, is_in_call ? LateState::kIsInCall : LateState::kIsInNoCall, position.number};
 }
 
 std::shared_ptr<WaitGraphs> WaitGraphs::of_this_process() {
@@ -306,12 +314,12 @@ std::shared_ptr<WaitGraphs> WaitGraphs::of_this_process() {
         int process = this_process();
         std::shared_ptr<WaitGraphs> graphs = std::make_shared<WaitGraphs>();
     };
-    static std::atomic<Own*> current{
-        nullptr};  // never destroyed; without a lock, which a forked child might find taken
-    Own* found = current.load(std::memory_order_acquire);
-    if (found && found->process == this_process()) return found->graphs;
-    auto made = std::make_unique<Own>();
-    return (current.compare_exchange_strong(found, made.get()) ? made.release() : found)->graphs;
+    // The object is never destroyed. There is no lock, which a forked child might find locked.
+    static std::atomic<Own*> current{nullptr};
+    Own* own = current.load(std::memory_order_acquire);
+    if (own && own->process == this_process()) return own->graphs;
+    auto fresh = std::make_unique<Own>();
+    return (current.compare_exchange_strong(own, fresh.get()) ? fresh.release() : own)->graphs;
 }
 
 void WaitGraphs::add(WaitGraph& graph) {
@@ -377,24 +385,26 @@ void WaitGraphs::clear_under_lock(Slots& slots) {
     slots.clear();
 }
 
-// The graph may have been destroyed meanwhile, with its memory.
+// False if the graph was destroyed meanwhile, with the memory of the slot.
 bool WaitGraphs::exists(const Slot& slot) const {
-    const auto found = ids_.find(slot.graph);
-    return found != ids_.end() && found->second == slot.id;
+    const auto graph = ids_.find(slot.graph);
+    return graph != ids_.end() && graph->second == slot.id;
 }
 
 bool LocalDiagnosis::is_final(const WaitGraph& graph, const WaitGraph::Waits& waits,
                               std::chrono::milliseconds timeout) {
+    // 1. Search again, and compare the verdict with the previous one.
     const auto now = Clock::now();
-    const auto settling = std::clamp(timeout / 4, kLeastSettling, kMostSettling);
     const bool is_first = began_ == Clock::time_point{};
-    if (is_first) heartbeats_ = graph.heartbeats();
-    const WaitGraph::Verdict before = std::exchange(verdict_, graph.find_late(waits, heartbeats_));
     if (is_first) {
-        began_ = unchanged_since_ = now;
-    } else if (!verdict_.names_the_same(before)) {
-        unchanged_since_ = now;
+        began_ = now;
+        heartbeats_ = graph.heartbeats();
     }
+    const WaitGraph::Verdict previous = std::exchange(verdict_, graph.find_late(waits, heartbeats_));
+    if (is_first || !verdict_.names_the_same(previous)) unchanged_since_ = now;
+    // 2. A verdict without stopped ranks is final once it has settled. Stopped ranks may only be slow: they become the
+    // verdict at the end of the diagnosis.
+    const auto settling = std::clamp(timeout / 4, kLeastSettling, kMostSettling);
     const bool is_over = now - began_ >= kLongestInSettlings * settling;
     const WaitGraph::Verdict silent = silent_ranks(graph);
     if (silent.count == 0) return is_over || now - unchanged_since_ >= settling;
@@ -407,9 +417,9 @@ WaitGraph::Verdict LocalDiagnosis::silent_ranks(const WaitGraph& graph) const {
     WaitGraph::Verdict silent;
     if (!verdict_.is_deadlock) return silent;
     const auto heartbeats = graph.heartbeats();
-    for (std::size_t each = 0; each < std::min<std::size_t>(verdict_.count, WaitGraph::Verdict::kMost); ++each) {
-        const auto rank = static_cast<std::size_t>(verdict_.ranks[each].rank);
-        if (heartbeats[rank] == heartbeats_[rank]) silent.add(verdict_.ranks[each]);
+    for (const WaitGraph::Late& late : verdict_.entries()) {
+        const auto rank = static_cast<std::size_t>(late.rank);
+        if (heartbeats[rank] == heartbeats_[rank]) silent.add(late);
     }
     return silent;
 }

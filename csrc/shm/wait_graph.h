@@ -1,8 +1,8 @@
 // The wait-for graph of the ranks of one host, in shared memory. It tells which rank is late when a wait times out.
 //
 // A rank that times out knows only which rank it was waiting for, and that rank may itself be blocked. So every thread
-// publishes its wait once the wait is long, and a rank that times out follows the edges to their end: the ranks that
-// wait for no other rank.
+// publishes its wait once the wait is long. A wait is an edge of the graph. A rank that times out follows the edges to
+// their end: the ranks that wait for no other rank are late.
 //
 //     rank 0   all_reduce, timed out     waits for rank 1
 //     rank 1   recv                      waits for rank 2
@@ -11,6 +11,10 @@
 // A rank has two nodes: one for the threads of the application, and one for its collectives, which may run on a thread
 // of the backend while the application continues. So a rank that computes is late for a recv of another rank, although
 // one of its collectives is blocked.
+//
+// Memory order, for any processor: a published wait is one word, so it needs no other data. A verdict is ordered by the
+// notice of the failure (membership.h). What else a search loads is stale by moments at most, and the verdict must stay
+// the same for a while before it counts.
 //
 // A published wait may be stale, so each edge is verified:
 // 1. An edge between collectives is derived from the phase counters of the slot exchange, which are never stale.
@@ -24,6 +28,7 @@
 // late there in the graphs of all its other groups.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -32,6 +37,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -43,7 +49,7 @@ class WaitGraph {
 public:
     static constexpr int kAnyone = -1;
 
-    enum class WaitKind : std::uint8_t { kNone, kCollective, kReceive, kSend, kElsewhere };
+    enum class WaitKind : std::uint8_t { kNone, kCollective, kReceive, kSend, kElsewhere };  // the last: another group
     struct Wait {
         WaitKind kind = WaitKind::kNone;
         bool in_collective = false;  // kReceive and kSend: the message belongs to a collective
@@ -52,7 +58,7 @@ public:
     };
     using Waits = std::vector<Wait>;
 
-    // Where a rank is in its collectives: phases posted, calls begun, and the number of the last call.
+    // Where a rank is in its collectives: phases posted, calls begun, and the number of the last call (Call::sequence).
     struct Position {
         std::uint64_t phase = 0, calls = 0, number = 0;
     };
@@ -63,7 +69,7 @@ public:
         LateState state;
         std::uint64_t number;  // of the call
     };
-    // What a diagnosis has found: the late ranks, or the ranks of a deadlock in the order in which they wait.
+    // The result of a diagnosis: the late ranks, or the ranks of a deadlock in the order in which they wait.
     struct Verdict {
         static constexpr std::size_t kMost = 8;
 
@@ -71,6 +77,7 @@ public:
         bool is_deadlock = false;
         Late ranks[kMost] = {};
 
+        std::span<const Late> entries() const { return {ranks, std::min<std::size_t>(count, kMost)}; }
         void add(const Late& late);
         bool has(int rank) const;
         bool names_the_same(const Verdict& other) const;
@@ -87,11 +94,11 @@ public:
     WaitGraph(const WaitGraph&) = delete;
 
     // From now on a wait of this process in one of its groups is published in the graphs of all of them.
-    // `pid_of`: the process of a rank, 0 if it is not known.
+    // `pid_of`: the pid of a rank, 0 if it is not known.
     void join(std::shared_ptr<WaitGraphs> groups, std::function<int(int rank)> pid_of);
 
-    // Set before the first wait: functions that return where a rank is in its collectives, and whether a rank still
-    // waits for a message. Both read the shared memory only.
+    // Set before the first wait: functions that return where a rank is in its collectives (slot_exchange.h), and
+    // whether a rank still waits for a message (p2p.h). Both read the shared memory only.
     void position_by(std::function<Position(int rank)> position) { position_ = std::move(position); }
     void verify_by(std::function<bool(int rank, const Wait& wait)> is_blocked) { is_blocked_ = std::move(is_blocked); }
 
@@ -99,7 +106,8 @@ public:
     void heartbeat();
     std::vector<std::uint64_t> heartbeats() const;  // of all ranks
 
-    // The wait of a thread, published from set() until the object is destroyed. A wait calls set() once it is long.
+    // The wait of a thread, published from set() until the object is destroyed. A wait calls set() at intervals, once
+    // it is long. In the other groups of the process set() publishes which processes are late in this group.
     class Published {
     public:
         explicit Published(WaitGraph& graph);
@@ -116,27 +124,27 @@ public:
         void publish_elsewhere(const Wait& wait);
 
         WaitGraph& graph_;
-        const int exceptions_;
+        const int exceptions_;  // std::uncaught_exceptions() at the construction
         bool has_failed_ = false;
-        std::atomic<std::uint64_t>* slot_ = nullptr;
-        std::unique_ptr<Elsewhere> elsewhere_;
+        std::atomic<std::uint64_t>* slot_ = nullptr;  // in the shared memory; null: not published
+        std::unique_ptr<Elsewhere> elsewhere_;        // null: not published in other groups
     };
 
-    // Return the ranks for which this rank waits in the end.
+    // The ranks at the end of the edges that begin at this rank.
     // waits: what the thread of this rank waits for.
-    // since: an earlier result of heartbeats(). A rank whose heartbeat is the same is stopped, so that what it has
+    // since: an earlier result of heartbeats(). A rank without a heartbeat since then is stopped, so what it has
     //     published about other groups does not count.
     Verdict find_late(const Waits& waits, const std::vector<std::uint64_t>& since) const;
-    // Return why a rank is late: the call that it has not made, or in which it is.
+    // Where a late rank is: the call that it has not made, or the call that it has not completed.
     Late describe(int rank, bool in_collective) const;
 
-    // Write the verdict of this rank, once, before it writes the notice of the failure (membership.h): a rank that sees
-    // the notice can read the verdict.
+    // Writes the verdict of this rank, once, before the rank writes the notice of the failure. verdict(rank) may be
+    // called after the notice of that rank was read.
     void write_verdict(const Verdict& verdict);
     const Verdict& verdict(int rank) const;
 
 private:
-    static constexpr std::size_t kSlots = 7;  // waits of a rank that are published at once; other waits are not seen
+    static constexpr std::size_t kSlots = 7;  // published waits of one rank at a time; further waits are not published
 
     struct RankEntry;
     struct Node {
@@ -156,8 +164,8 @@ private:
     Nodes awaited_nodes(int rank, const Wait& wait) const;
     Nodes edges_from(const Node& node, const std::vector<std::uint64_t>& since) const;
     Nodes edges_of_collectives(int rank) const;
-    void add_message_edges(int rank, bool in_collective, Nodes& found) const;
-    void add_elsewhere_edges(int rank, const std::vector<std::uint64_t>& since, Nodes& found) const;
+    void add_message_edges(int rank, bool in_collective, Nodes& nodes) const;
+    void add_elsewhere_edges(int rank, const std::vector<std::uint64_t>& since, Nodes& nodes) const;
 
     std::byte* const place_;
     const int rank_, size_;
@@ -184,16 +192,15 @@ public:
     // For tests: the number of the next graph.
     void number_from(std::uint64_t id);
 
-    // What follows is for a rank that is blocked in the group of `origin`, and acts on the graphs of all other groups.
+    // The functions below act on the graphs of all groups but the group of `origin`, in which this process is blocked.
     void heartbeat(const WaitGraph& origin);
-    // Clear the slots of clear_later() before this process waits again.
-    void forget_old_failures();
-    // Publish that this process waits for the processes `pids`.
+    // Publishes that this process waits for the processes `pids`.
     Slots publish(const WaitGraph& origin, const std::vector<int>& pids);
     void clear(Slots& slots);
     // Instead of clear() when the wait has ended with an error: ranks that time out soon afterwards need to know why
-    // this process was late. The slots are cleared when it waits again.
+    // this process was late. The slots are cleared when this process waits again, or by forget_old_failures() later.
     void clear_later(Slots& slots);
+    void forget_old_failures();
 
 private:
     void clear_under_lock(Slots& slots);
@@ -206,13 +213,14 @@ private:
     std::chrono::steady_clock::time_point last_failure_{};
 };
 
-// The diagnosis of one wait that has timed out. The wait goes on meanwhile, and may still come to its end.
+// The diagnosis of one wait that has timed out. The wait continues meanwhile, and may still succeed.
 class LocalDiagnosis {
 public:
-    static constexpr std::chrono::seconds kLongest{1};  // of a diagnosis
+    static constexpr std::chrono::seconds kLongest{1};  // the duration of a diagnosis
 
-    // Call it repeatedly after the timeout. It returns true when the verdict is final: the verdict has been the same
-    // for a while, in which ranks that begin to wait publish their waits, or the time for the diagnosis is over.
+    // To be called repeatedly after the timeout, with what the thread waits for. Returns true when the verdict is
+    // final: the verdict has been the same for a while, in which ranks that begin to wait publish their waits, or the
+    // time for the diagnosis is over.
     bool is_final(const WaitGraph& graph, const WaitGraph::Waits& waits, std::chrono::milliseconds timeout);
     const WaitGraph::Verdict& verdict() const { return verdict_; }
 
