@@ -15,35 +15,34 @@
 namespace dist_prims {
 namespace {
 
-// What this process knows of itself and of others.
+// The identity of this process, and the exit descriptors of other processes.
 struct Registry {
     std::mutex mutex;
     ProcessId id;
-    std::map<ProcessId, std::weak_ptr<const Descriptor>> known;
-    Descriptor read_end, write_end;  // of the pipe that stands in for a pidfd
+    std::map<ProcessId, std::weak_ptr<const Descriptor>> known;  // expired when no group uses it any more
+    Descriptor read_end, write_end;  // of the pipe that replaces a pidfd; made when it is needed
 
     Registry() { fill_random(&id, sizeof(id)); }
 };
 
-// fork() takes the mutex, so the child finds the registry whole, empties it and takes an identity of its own. It closes
-// the write end, which must not outlive the parent.
+// The registry is never destroyed, because groups may outlive every static object. fork() locks the mutex, so the child
+// gets a consistent registry. The child empties it and takes an identity of its own. It closes its copy of the write
+// end, because the pipe must end with the parent.
 Registry& registry() {
-    static Registry* const one = [] {
-        static auto* const made = new Registry;  // groups may outlive every static object
-        ::pthread_atfork([] { made->mutex.lock(); }, [] { made->mutex.unlock(); },
+    static auto* const registry = new Registry;
+    [[maybe_unused]] static const int is_watching_forks =
+        ::pthread_atfork([] { registry->mutex.lock(); }, [] { registry->mutex.unlock(); },
                          [] {
-                             fill_random(&made->id, sizeof(made->id));
-                             made->known.clear();
-                             made->read_end = Descriptor();
-                             made->write_end = Descriptor();
-                             made->mutex.unlock();
+                             fill_random(&registry->id, sizeof(registry->id));
+                             registry->known.clear();
+                             registry->read_end = Descriptor();
+                             registry->write_end = Descriptor();
+                             registry->mutex.unlock();
                          });
-        return made;
-    }();
-    return *one;
+    return *registry;
 }
 
-// The read end of the pipe of this process, once more.
+// A duplicate of the read end of this process's pipe.
 Descriptor copy_read_end() {
     constexpr const char* kWhat = "a pipe that tells other ranks of the end of this process";
     Registry& own = registry();
@@ -62,10 +61,9 @@ Descriptor copy_read_end() {
 }  // namespace
 
 int this_process() {
-    static std::atomic<int> number{::getpid()};
-    static const int listening = ::pthread_atfork(nullptr, nullptr, [] { number = ::getpid(); });
-    static_cast<void>(listening);
-    return number.load(std::memory_order_relaxed);
+    static std::atomic<int> pid{::getpid()};
+    [[maybe_unused]] static const int is_watching_forks = ::pthread_atfork(nullptr, nullptr, [] { pid = ::getpid(); });
+    return pid.load(std::memory_order_relaxed);
 }
 
 void fill_random(void* data, std::size_t bytes) {
@@ -94,24 +92,24 @@ std::uint64_t pid_namespace() {
 std::vector<KnownProcess> known_processes() {
     Registry& own = registry();
     const std::lock_guard lock(own.mutex);
-    std::vector<KnownProcess> found;
+    std::vector<KnownProcess> processes;
     for (const auto& [id, known] : own.known) {
-        if (auto exit = known.lock()) found.push_back({id, std::move(exit)});
+        if (auto exit = known.lock()) processes.push_back({id, std::move(exit)});
     }
-    return found;
+    return processes;
 }
 
 ExitDescriptor find_exit_descriptor(const ProcessId& id) {
     Registry& own = registry();
     const std::lock_guard lock(own.mutex);
-    const auto found = own.known.find(id);
-    return found == own.known.end() ? nullptr : found->second.lock();
+    const auto entry = own.known.find(id);
+    return entry == own.known.end() ? nullptr : entry->second.lock();
 }
 
 ExitDescriptor share_exit_descriptor(const ProcessId& id, Descriptor received) {
     Registry& own = registry();
     const std::lock_guard lock(own.mutex);
-    std::erase_if(own.known, [](const auto& each) { return each.second.expired(); });
+    std::erase_if(own.known, [](const auto& entry) { return entry.second.expired(); });
     if (auto exit = own.known[id].lock()) return exit;
     auto exit = std::make_shared<const Descriptor>(std::move(received));
     own.known[id] = exit;

@@ -1,9 +1,9 @@
 // The identity of a process, and a descriptor that reports its end.
 //
 // A pid does not serve as identity: it has no meaning in another PID namespace, and the kernel reuses it. So no rank
-// opens a pid that another rank has sent. Each rank opens a pidfd of itself and passes the descriptor on.
-//
-// Groups of a process share these descriptors: each watched process costs one, for any number of groups.
+// opens a pid that another rank has sent. Each rank opens a pidfd of itself (an exit descriptor) and sends the
+// descriptor to the others. The groups of a process share the exit descriptors, one for each watched process. All
+// functions may be called from any thread.
 #pragma once
 
 #include <array>
@@ -22,20 +22,20 @@ struct ProcessId {
     auto operator<=>(const ProcessId&) const = default;
 };
 
-// The pid of this process, cached. A forked child has another one: an object that remembers the pid of its process does
-// nothing in a forked child.
+// The pid of this process, cached. Objects remember the pid of the process that has made them, so that they do nothing
+// in a forked child, which has another pid.
 int this_process();
 
-// Random bytes of the kernel, as ProcessId and others need them.
+// Fills memory with random bytes of the kernel.
 void fill_random(void* data, std::size_t bytes);
 
 // The identity of this process; a forked child has another one.
 ProcessId this_process_id();
 
-// A new descriptor that poll() reports as soon as this process has ended: a pidfd. Where the kernel has none (before
-// Linux 5.3, or a seccomp filter) it is the end of a pipe whose other end this process alone holds open: its forked
-// children close that, and exec closes it as well. Only a child made by a bare clone() that never calls exec would keep
-// a death hidden.
+// A new descriptor that poll() reports as soon as this process has ended: a pidfd. If the kernel refuses it (before
+// Linux 5.3, or by a seccomp filter), it is the read end of a pipe. Only this process holds the write end open: its
+// forked children close their copies, and exec() closes them as well. A child made by a bare clone() that never calls
+// exec() would hide the death of this process.
 Descriptor make_exit_descriptor();
 
 // The PID namespace of this process as a number; 0 where /proc is not mounted.
@@ -52,10 +52,10 @@ struct KnownProcess {
 // The processes whose exit descriptors are in use in this process. A forked child knows none.
 std::vector<KnownProcess> known_processes();
 
-// The exit descriptor of a process, if it is in use; null otherwise.
+// The exit descriptor of a process, if one is in use; null otherwise.
 ExitDescriptor find_exit_descriptor(const ProcessId& id);
 
-// The one that is in use, or else `received`, for all groups from now on.
+// The exit descriptor of a process that is in use. If there is none, `received` is in use from now on, for all groups.
 ExitDescriptor share_exit_descriptor(const ProcessId& id, Descriptor received);
 
 }  // namespace dist_prims

@@ -28,55 +28,55 @@ namespace {
 
 constexpr std::uint64_t kMagic = 0x3130454341525444;  // "DTRACE01"
 constexpr std::size_t kHeaderBytes = 4096;
-constexpr std::uint64_t kMostTaken = std::uint64_t{1} << 63;  // slots that are counted
+constexpr std::uint64_t kMostTaken = std::uint64_t{1} << 63;  // the greatest count of taken slots
 constexpr std::uint8_t kNameText = 1, kGroupText = 2;
 
-// A piece of a text, in a slot.
+// A slot with a piece of a text.
 struct TextSlot {
     static constexpr std::size_t kBytes = 55;
 
-    std::uint32_t number;
-    std::uint16_t part;
-    std::uint8_t bytes;
+    std::uint32_t number;  // of the text
+    std::uint16_t part;    // of the text, from 0
+    std::uint8_t bytes;    // used bytes of `text`
     char text[kBytes];
-    std::uint8_t kind;
-    TraceKind slot_kind;
+    std::uint8_t kind;    // kNameText or kGroupText
+    TraceKind slot_kind;  // kText
 };
 static_assert(sizeof(TextSlot) == sizeof(TraceEvent));
 
 // The traces and groups of this process. Never destroyed, because groups may outlive every static object.
 struct TraceRegistry {
     std::mutex mutex;
-    std::vector<std::unique_ptr<TraceBuffer>> buffers;  // by number - 1; they stay, since a thread may use one late
-    std::map<std::uint32_t, std::string> groups;
+    std::vector<std::unique_ptr<TraceBuffer>> buffers;  // by number - 1; never removed: a thread may use one late
+    std::map<std::uint32_t, std::string> groups;        // descriptions by number
     std::uint32_t last_group = 0;
 };
 
 TraceRegistry& registry() {
-    static TraceRegistry* const one = [] {
-        static auto* const made = new TraceRegistry;
-        ::pthread_atfork([] { made->mutex.lock(); }, [] { made->mutex.unlock(); },
+    static auto* const registry = new TraceRegistry;
+    [[maybe_unused]] static const int is_watching_forks =
+        ::pthread_atfork([] { registry->mutex.lock(); }, [] { registry->mutex.unlock(); },
                          [] {
                              active_trace.store(nullptr, std::memory_order_relaxed);
                              trace_context.thread = 0;  // the only thread of the child has another number
-                             for (const auto& each : made->buffers) each->detach();
-                             made->groups.clear();  // the child is a rank of none of them
-                             made->mutex.unlock();
+                             for (const auto& buffer : registry->buffers) buffer->detach();
+                             registry->groups.clear();  // the child is a rank of none of them
+                             registry->mutex.unlock();
                          });
-        return made;
-    }();
-    return *one;
+    return *registry;
 }
 
+// The number of this thread in the kernel.
 std::uint32_t thread_number() {
     if (trace_context.thread == 0) [[unlikely]]
         trace_context.thread = static_cast<std::uint32_t>(::syscall(SYS_gettid));
     return trace_context.thread;
 }
 
+// Completes a slot, after all else in it was written.
 void store_kind(std::byte* slot, TraceKind kind) {
-    auto& place = *reinterpret_cast<TraceKind*>(slot + offsetof(TraceEvent, kind));
-    std::atomic_ref(place).store(kind, std::memory_order_release);
+    auto& slot_kind = *reinterpret_cast<TraceKind*>(slot + offsetof(TraceEvent, kind));
+    std::atomic_ref(slot_kind).store(kind, std::memory_order_release);
 }
 
 }  // namespace
@@ -105,9 +105,10 @@ TraceBuffer::TraceBuffer(const char* path) {
     throw std::system_error(EINVAL, std::generic_category(), path);
 }
 
-// The page of the header goes first, in one system call, to a page by which no slot is free: a late event is dropped,
-// and no slot is taken twice. Events that have their slots already write to them in either mapping. System calls,
-// because ThreadSanitizer takes mmap() for a write to all of the memory: a race with those events.
+// 1. In one system call a page replaces the header, whose `next` says that no slot is free. From then on late events
+//    are dropped, and no slot is taken twice.
+// 2. Empty pages replace the slots. Events that have taken their slots before may write to either mapping.
+// Bare system calls, because ThreadSanitizer takes mmap() for a write to all of the memory: a race with these events.
 void TraceBuffer::detach() {
     constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, kAccess = PROT_READ | PROT_WRITE;
     const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
@@ -120,6 +121,7 @@ void TraceBuffer::detach() {
     is_open_ = false;
 }
 
+// The next free slot; null if there is none.
 std::byte* TraceBuffer::take() {
     auto* header = reinterpret_cast<Header*>(memory_);
     const std::uint64_t number = header->next.fetch_add(1, std::memory_order_relaxed);
@@ -134,32 +136,32 @@ inline void TraceBuffer::add(const TraceEvent& event) {
     std::byte* const slot = take();
     if (!slot) return;
     const TraceKind kind = event.kind;
-    auto& place = *new (slot) TraceEvent(event);
-    place.kind = TraceKind::kUnfinished;
-    place.thread = thread_number();
+    auto& stored = *new (slot) TraceEvent(event);
+    stored.kind = TraceKind::kUnfinished;
+    stored.thread = thread_number();
     store_kind(slot, kind);
 }
 
 void TraceBuffer::add_text(std::uint8_t kind, std::uint32_t number, const std::string& text) {
     for (std::size_t at = 0, part = 0; at < text.size(); at += TextSlot::kBytes, ++part) {
-        std::byte* const place = take();
-        if (!place) return;
-        TextSlot slot{};
-        slot.number = number;
-        slot.part = static_cast<std::uint16_t>(part);
-        slot.bytes = static_cast<std::uint8_t>(std::min(TextSlot::kBytes, text.size() - at));
-        slot.kind = kind;
-        std::memcpy(slot.text, text.data() + at, slot.bytes);
-        std::memcpy(place, &slot, offsetof(TextSlot, slot_kind));
-        store_kind(place, TraceKind::kText);
+        std::byte* const slot = take();
+        if (!slot) return;
+        TextSlot content{};
+        content.number = number;
+        content.part = static_cast<std::uint16_t>(part);
+        content.bytes = static_cast<std::uint8_t>(std::min(TextSlot::kBytes, text.size() - at));
+        content.kind = kind;
+        std::memcpy(content.text, text.data() + at, content.bytes);
+        std::memcpy(slot, &content, offsetof(TextSlot, slot_kind));
+        store_kind(slot, TraceKind::kText);
     }
 }
 
 std::uint32_t TraceBuffer::name(const char* text) try {
     const std::lock_guard lock(names_guard_);
-    const auto [found, is_new] = names_.try_emplace(text, static_cast<std::uint32_t>(names_.size() + 1));
-    if (is_new) add_text(kNameText, found->second, found->first);
-    return found->second;
+    const auto [entry, is_new] = names_.try_emplace(text, static_cast<std::uint32_t>(names_.size() + 1));
+    if (is_new) add_text(kNameText, entry->second, entry->first);
+    return entry->second;
 } catch (const std::bad_alloc&) {
     return 0;
 }
@@ -168,33 +170,31 @@ void TraceBuffer::add_group(std::uint32_t number, const std::string& description
     add_text(kGroupText, number, description);
 }
 
-void TraceSpan::end() const {
+namespace {
+
+// Adds an event that ends now, unless the trace has ended since the event began.
+void add_event(TraceKind kind, std::int64_t begin, std::uint64_t bytes, int peer, const TraceContext& context) {
     TraceBuffer* const buffer = tracing();
-    if (!buffer) return;  // it has ended meanwhile
-    const TraceContext& here = trace_context;
-    buffer->add({.begin = begin_,
+    if (!buffer) return;
+    buffer->add({.begin = begin,
                  .end = trace_now(),
-                 .bytes = bytes_,
-                 .sequence = here.sequence,
-                 .peer = peer_,
-                 .step = here.step,
-                 .group = here.group,
-                 .segment = here.segment,
-                 .kind = kind_});
+                 .bytes = bytes,
+                 .sequence = context.sequence,
+                 .peer = peer,
+                 .step = context.step,
+                 .group = context.group,
+                 .segment = context.segment,
+                 .kind = kind});
+}
+
+}  // namespace
+
+void TraceSpan::end() const {
+    add_event(kind_, begin_, bytes_, peer_, trace_context);
 }
 
 void TraceTransfer::record(bool outgoing, int peer, std::uint64_t bytes) const {
-    TraceBuffer* const buffer = tracing();
-    if (!buffer) return;
-    buffer->add({.begin = posted_,
-                 .end = trace_now(),
-                 .bytes = bytes,
-                 .sequence = context_.sequence,
-                 .peer = peer,
-                 .step = context_.step,
-                 .group = context_.group,
-                 .segment = context_.segment,
-                 .kind = outgoing ? TraceKind::kSend : TraceKind::kReceive});
+    add_event(outgoing ? TraceKind::kSend : TraceKind::kReceive, posted_, bytes, peer, context_);
 }
 
 TraceStep::TraceStep(std::size_t step, std::size_t segment) : step_(step), segment_(segment) {
@@ -210,15 +210,11 @@ void TraceStep::resume() const {
 }
 
 void TraceStep::end() const {
-    TraceBuffer* const buffer = begin_ ? tracing() : nullptr;
-    if (!buffer) return;
-    buffer->add({.begin = begin_,
-                 .end = trace_now(),
-                 .sequence = trace_context.sequence,
-                 .step = static_cast<std::int32_t>(step_),
-                 .group = trace_context.group,
-                 .segment = static_cast<std::uint16_t>(segment_),
-                 .kind = TraceKind::kStep});
+    if (!begin_) return;
+    TraceContext context = trace_context;
+    context.step = static_cast<std::int32_t>(step_);
+    context.segment = static_cast<std::uint16_t>(segment_);
+    add_event(TraceKind::kStep, begin_, 0, -1, context);
 }
 
 std::uint32_t next_trace_group(std::uint32_t last, const std::map<std::uint32_t, std::string>& in_use) {
@@ -234,8 +230,8 @@ TraceGroup::TraceGroup(const std::string& description)
           const std::lock_guard lock(own.mutex);
           own.last_group = next_trace_group(own.last_group, own.groups);
           own.groups[own.last_group] = description;
-          for (const auto& each : own.buffers) {
-              if (each->is_open()) each->add_group(own.last_group, description);
+          for (const auto& buffer : own.buffers) {
+              if (buffer->is_open()) buffer->add_group(own.last_group, description);
           }
           return own.last_group;
       }()),
@@ -300,11 +296,11 @@ using namespace dist_prims;
 
 int dist_prims_trace_open(const char* path, int* error) {
     try {
-        auto made = std::make_unique<TraceBuffer>(path);
+        auto buffer = std::make_unique<TraceBuffer>(path);
         TraceRegistry& own = registry();
         const std::lock_guard lock(own.mutex);
-        for (const auto& [number, description] : own.groups) made->add_group(number, description);
-        own.buffers.push_back(std::move(made));
+        for (const auto& [number, description] : own.groups) buffer->add_group(number, description);
+        own.buffers.push_back(std::move(buffer));
         return static_cast<int>(own.buffers.size());
     } catch (const std::system_error& failure) {
         *error = failure.code().value();

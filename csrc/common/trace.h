@@ -1,13 +1,14 @@
 // The trace of this process: events with times, in a file that is mapped into memory. docs/design/tracing.md describes
 // the file; dist_prims/tracing makes and reads it.
 //
-// A hook costs one load and a branch while no trace is active. While one is, an event is a slot of 64 bytes: the thread
-// takes the next slot by one atomic addition, fills it, and stores its kind last. A slot without a kind is unfinished.
-// The kernel keeps the pages of a process that is killed, so the file then lacks only the unfinished events.
+// While no trace is active, a hook costs one load and a branch. While a trace is active, an event takes a slot of 64
+// bytes in the file: the thread takes the next slot by one atomic addition, fills it, and stores its kind last
+// (release). A slot without a kind is unfinished, and readers of the file skip it. The kernel keeps the pages of a
+// process that is killed, so the file then lacks only the unfinished events.
 //
 // When the file is full, further events are counted and dropped. A mapping is never unmapped, because another thread
-// may be about to write to it: when a trace ends, anonymous memory replaces the file in its place. A forked child does
-// the same, so it never writes to the file of its parent.
+// may be about to write to it: when a trace ends, anonymous memory replaces the file at the same addresses. A forked
+// child does the same, so it never writes to the file of its parent.
 #pragma once
 
 #include <atomic>
@@ -28,7 +29,7 @@ enum class TraceKind : std::uint8_t {
     kUnfinished = 0,
     kText = 1,
     kCollective = 2,  // a collective, on the thread that executes it
-    kQueued = 3,      // from an asynchronous call to the begin of its execution
+    kQueued = 3,      // from an asynchronous call to the beginning of its execution
     kStep = 4,        // a step of a schedule, from its first post to its last reduction
     kSend = 5,        // a message, from its post until this rank has seen its end
     kReceive = 6,
@@ -76,7 +77,7 @@ public:
     explicit TraceBuffer(const char* path);
     TraceBuffer(const TraceBuffer&) = delete;
 
-    // Adds an event, but for its thread.
+    // Adds an event of this thread; sets TraceEvent::thread.
     void add(const TraceEvent& event);
     // The number of a name, which is written as a text at its first use.
     std::uint32_t name(const char* text);
@@ -92,8 +93,8 @@ private:
     std::byte* take();
 
     std::byte* memory_;
-    std::size_t size_, capacity_, offset_;
-    bool is_open_ = true;  // under the lock of the registry
+    std::size_t size_, capacity_, offset_;  // bytes of the file; slots, and the offset of the first slot
+    bool is_open_ = true;                   // under the lock of the registry
     std::mutex names_guard_;
     std::unordered_map<std::string, std::uint32_t> names_;
 };
@@ -126,7 +127,7 @@ private:
     const std::int64_t begin_;  // 0: no trace was active
 };
 
-// A message between its post and its end, which may be on another thread. To be made when the message is posted.
+// A message, from its post to its end. To be made when the message is posted; end() may be called on another thread.
 class TraceTransfer {
 public:
     TraceTransfer() : posted_(tracing() ? trace_now() : 0), context_(posted_ ? trace_context : TraceContext{}) {}
@@ -142,8 +143,8 @@ private:
     TraceContext context_;
 };
 
-// A step of a schedule. Steps of several segments are in progress at a time, so resume() sets the context of the thread
-// again.
+// A step of a schedule for one segment of the data. Steps of several segments are in progress at a time on one thread:
+// resume() sets the context of the thread to this step again.
 class TraceStep {
 public:
     TraceStep() = default;
@@ -202,20 +203,21 @@ private:
     void begin(const TraceGroup& group, const Call* call, std::uint64_t sequence);
     void end() const;
 
-    const bool is_active_;
-    int exceptions_;
-    const Call* call_;
+    const bool is_active_;  // the other members are set only if it is true
+    int exceptions_;        // std::uncaught_exceptions() at the construction: with more at its end the call has failed
+    const Call* call_;      // null: a message
     std::int64_t begin_;
-    TraceContext outer_;
+    TraceContext outer_;  // restored at the end
 };
 
-// Records the time that an asynchronous call has spent in the queue.
+// Records the time that an asynchronous call has spent in the queue, since the time `called` (0: no trace was active).
 void trace_queued(const TraceGroup& group, const Call& call, std::int64_t called);
 
 }  // namespace dist_prims
 
-// For dist_prims/tracing, which calls them by ctypes. open() maps a file and returns its number, or -1 and an errno in
-// `error`; select() makes it the active trace, or none with 0; close() must not be given the active one.
+// For dist_prims/tracing, which calls these functions by ctypes. open() maps a file and returns its number, or -1 and
+// an errno in `error`. select() makes the file of a number the active trace; 0: none. close() ends a trace, which must
+// not be the active one.
 extern "C" {
 int dist_prims_trace_open(const char* path, int* error);
 void dist_prims_trace_select(int number);

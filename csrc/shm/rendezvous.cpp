@@ -20,16 +20,17 @@ namespace {
 using namespace std::chrono_literals;
 using Kind = CommError::Kind;
 
-constexpr std::size_t kWord = 32;          // characters of the word of a rendezvous
+constexpr std::size_t kWord = 32;          // characters of the random word of a rendezvous
 constexpr std::size_t kMostKnown = 1024;   // processes that a Hello lists
 constexpr std::size_t kMostMembers = 200;  // ranks of one Introduction: each may have a descriptor
-constexpr auto kLookEvery = 50ms;
-constexpr auto kAskEvery = 2ms;
-constexpr auto kTimeForHello = 1s;   // after which a silent connection is dropped
-constexpr auto kTimeForReason = 1s;  // after the other side has closed a connection, until its reason is known
+constexpr auto kLookEvery = 50ms;          // between two calls of RendezvousOptions::look
+constexpr auto kAskEvery = 2ms;            // between two attempts to find and reach rank 0
+constexpr auto kTimeForHello = 1s;         // after which a silent connection is dropped
+constexpr auto kTimeForReason = 1s;        // after a connection has ended, until the death of the process is seen
 static_assert(kMostMembers < kMostAttached);
 
-// The first packet of a rank. The identities of the processes that it watches follow.
+// The first packet of a rank to rank 0. The ProcessIds of the processes that the rank watches follow, and the exit
+// descriptor of the rank is attached.
 struct Hello {
     std::array<char, 16> magic{'d', 'i', 's', 't', '_', 'p', 'r', 'i', 'm', 's', ' ', '2', 0, 0, 0, 0};
     std::array<char, kWord> word{};
@@ -37,7 +38,8 @@ struct Hello {
     std::int64_t rank = -1;
 };
 
-// Rank 0's description of other ranks. Members follow. The memory and then the exit descriptors are attached.
+// A packet of rank 0 that describes ranks, each by a Member that follows. The memory, if any, and then the exit
+// descriptors are attached.
 struct Introduction {
     std::uint64_t has_memory = 0;
 };
@@ -45,7 +47,7 @@ struct Introduction {
 struct Member {
     ProcessId process;
     std::int32_t rank = -1;
-    std::int32_t has_exit = 0;
+    std::int32_t has_exit = 0;  // whether its exit descriptor is attached
 };
 
 template <typename Head, typename Item>
@@ -56,7 +58,7 @@ std::vector<std::byte> encode(const Head& head, const std::vector<Item>& items) 
     return data;
 }
 
-// False if the data is something else.
+// The inverse of encode(); false if the length is wrong.
 template <typename Head, typename Item>
 bool decode(const std::vector<std::byte>& data, Head& head, std::vector<Item>& items) {
     if (data.size() < sizeof(Head) || (data.size() - sizeof(Head)) % sizeof(Item) != 0) return false;
@@ -71,10 +73,10 @@ std::size_t index(int rank) {
 }
 
 std::string random_word() {
-    std::array<unsigned char, kWord / 2> raw{};
-    fill_random(raw.data(), raw.size());
+    std::array<unsigned char, kWord / 2> bytes{};
+    fill_random(bytes.data(), bytes.size());
     std::string word;
-    for (unsigned char byte : raw) {
+    for (unsigned char byte : bytes) {
         word += "0123456789abcdef"[byte >> 4];
         word += "0123456789abcdef"[byte & 15];
     }
@@ -90,28 +92,29 @@ std::string address_of(const std::string& word) {
     throw_errno("receiving descriptors from another rank");
 }
 
-// What rank 0 and the other ranks have in common: the known members, and waits for them.
+// What rank 0 and the other ranks have in common: the ranks that are known so far, waits, and errors.
 class Participant {
 protected:
     explicit Participant(const RendezvousOptions& options) : options_(options), members_(index(options.size)) {}
 
     struct KnownMember {
         ProcessId process{};
-        ExitDescriptor exit;
-        bool is_here = false;
+        ExitDescriptor exit;  // null: a rank of this process, or a rank that is not known
+        bool is_known = false;
     };
 
     bool is_complete() const {
-        return std::all_of(members_.begin(), members_.end(), [](const KnownMember& each) { return each.is_here; });
+        return std::all_of(members_.begin(), members_.end(), [](const KnownMember& member) { return member.is_known; });
     }
 
     std::vector<ExitDescriptor> exits() const {
-        std::vector<ExitDescriptor> found;
-        for (const KnownMember& member : members_) found.push_back(member.exit);
-        return found;
+        std::vector<ExitDescriptor> exits;
+        for (const KnownMember& member : members_) exits.push_back(member.exit);
+        return exits;
     }
 
-    // Returns when an entry is ready; otherwise soon, so that the caller can check the time as well.
+    // Waits until poll() reports an entry, for `longest` or less. Throws after the timeout of the rendezvous, and what
+    // `look` throws.
     void wait(std::vector<pollfd>& entries, Clock::duration longest) {
         auto now = Clock::now();
         if (now >= next_look_) {
@@ -128,7 +131,7 @@ protected:
         if (::poll(entries.data(), entries.size(), static_cast<int>(left.count())) >= 0) return;
         if (errno != EINTR) throw_errno("waiting for other ranks");
         for (pollfd& entry : entries) entry.revents = 0;
-        next_look_ = Clock::now();  // the signal's handler may want to end the wait
+        next_look_ = Clock::now();  // `look` may throw what the handler of the signal has raised
     }
 
     void pause(Clock::duration time) {
@@ -136,7 +139,8 @@ protected:
         wait(none, time);
     }
 
-    // The other side has closed its connection; the reason may take a moment to be known.
+    // Called after a rank has closed its connection. Throws if the process of the rank has died, which may be seen a
+    // moment later, or if `look` throws the error that the rank has left in the store.
     void wait_for_reason(int rank) {
         const auto until = Clock::now() + kTimeForReason;
         while (Clock::now() < until) {
@@ -146,6 +150,7 @@ protected:
         }
     }
 
+    // poll() reports it when the process of the rank has ended.
     pollfd exit_entry(int rank) const {
         const ExitDescriptor& exit = members_[index(rank)].exit;
         return {exit ? exit->get() : -1, POLLIN, 0};
@@ -170,7 +175,7 @@ private:
     std::string absent_ranks() const {
         std::string text;
         for (int rank = 0; rank < options_.size; ++rank) {
-            if (!members_[index(rank)].is_here && rank != options_.rank)
+            if (!members_[index(rank)].is_known && rank != options_.rank)
                 text += (text.empty() ? "" : ", ") + title(rank);
         }
         return text;
@@ -193,18 +198,21 @@ public:
         const Descriptor listener = listen_at(address_of(word_), options_.size);
         publish_word(word_);
         while (!is_complete()) {
+            // 1. Wait for the listener, the processes of the ranks, or the connections: in this order.
             std::vector<pollfd> entries{{listener.get(), POLLIN, 0}};
             for (int rank = 1; rank < options_.size; ++rank) entries.push_back(exit_entry(rank));
-            for (const Connection& each : connections_) entries.push_back({each.socket.get(), POLLIN, 0});
+            for (const Connection& connection : connections_) entries.push_back({connection.socket.get(), POLLIN, 0});
             wait(entries, kLookEvery);
+            // 2. Look at all of them, in the same order. New connections come last, because they have no entry.
             auto entry = entries.begin() + 1;
             for (int rank = 1; rank < options_.size; ++rank) {
                 if ((entry++)->revents) fail_dead(rank);
             }
-            std::erase_if(connections_, [&](Connection& each) { return !serve_connection((entry++)->revents, each); });
+            std::erase_if(connections_,
+                          [&](Connection& connection) { return !serve_connection((entry++)->revents, connection); });
             if (entries[0].revents) accept(listener);
         }
-        for (const Connection& each : connections_) introduce_others(each);
+        for (const Connection& connection : connections_) introduce_others(connection);
         return exits();
     }
 
@@ -212,9 +220,8 @@ private:
     struct Connection {
         Descriptor socket;
         Clock::time_point since = Clock::now();
-        int rank = -1;  // until its Hello has come
-        ProcessId process{};
-        std::set<ProcessId> known{};  // to that process
+        int rank = -1;                // until its Hello has come
+        std::set<ProcessId> known{};  // processes of which the rank needs no exit descriptor
     };
 
     void accept(const Descriptor& listener) {
@@ -236,6 +243,7 @@ private:
         fail(Kind::kPeerLeft, title(from.rank) + " gave up while the group was made; see the error that it raised");
     }
 
+    // Accepts a rank by its Hello, and sends it the memory and rank 0. False if the packet is not a valid Hello.
     bool handshake(Connection& from, Packet& packet) {
         const Hello right;
         Hello hello;
@@ -243,10 +251,9 @@ private:
         if (!decode(packet.data, hello, known) || hello.magic != right.magic ||
             !std::equal(word_.begin(), word_.end(), hello.word.begin()))
             return false;
-        if (hello.rank < 1 || hello.rank >= options_.size || members_[index(static_cast<int>(hello.rank))].is_here)
+        if (hello.rank < 1 || hello.rank >= options_.size || members_[index(static_cast<int>(hello.rank))].is_known)
             return false;
         from.rank = static_cast<int>(hello.rank);
-        from.process = hello.process;
         from.known.insert(known.begin(), known.end());
         from.known.insert(hello.process);
         members_[index(from.rank)] = {hello.process, exit_of(hello.process, packet), true};
@@ -254,6 +261,7 @@ private:
         return true;
     }
 
+    // The exit descriptor of a rank that has sent a Hello; null if the rank is a thread of this process.
     ExitDescriptor exit_of(const ProcessId& process, Packet& packet) const {
         if (process == members_[0].process) return nullptr;
         if (auto exit = find_exit_descriptor(process)) return exit;
@@ -275,13 +283,13 @@ private:
         if (with_memory) attached.push_back(memory_.get());
         std::vector<Member> members;
         for (const int rank : ranks) {
-            const KnownMember& one = members_[index(rank)];
-            const bool is_new = !to.known.contains(one.process);
-            members.push_back({one.process, rank, is_new});
-            if (is_new) attached.push_back(one.exit ? one.exit->get() : own_exit_.get());
+            const KnownMember& member = members_[index(rank)];
+            const bool is_new = !to.known.contains(member.process);
+            members.push_back({member.process, rank, is_new});
+            if (is_new) attached.push_back(member.exit ? member.exit->get() : own_exit_.get());
         }
         const std::vector<std::byte> data = encode(Introduction{with_memory}, members);
-        // Any other error means that the rank closes its connection or dies, which is noticed elsewhere.
+        // Any other error means that the rank has closed its connection or died: serve() and wait() notice both.
         while (send_packet(to.socket, data, attached) == EAGAIN) pause(1ms);
     }
 
@@ -298,13 +306,14 @@ public:
 
     RendezvousResult join(const std::function<std::string()>& word) {
         for (;;) {
-            if (const std::string found = word(); found.size() == kWord) join_at(found);
+            if (const std::string published = word(); published.size() == kWord) join_at(published);
             if (is_complete()) return {std::move(memory_), exits()};
             pause(kAskEvery);
         }
     }
 
 private:
+    // One attempt: connects, sends the Hello, and reads introductions until they are complete or the connection ends.
     void join_at(const std::string& word) {
         bool is_refused = false;
         const Descriptor connection = connect_to(address_of(word), is_refused);
@@ -323,7 +332,7 @@ private:
             if (entries[0].revents) {
                 bool has_ended = false;
                 std::optional<Packet> packet = receive_packet(connection, has_ended);
-                if (has_ended) return;  // the next attempt to connect tells why
+                if (has_ended) return;  // the next attempt finds the reason
                 if (packet) on_introduction(*packet);
             } else if (entries[1].revents) {
                 fail_dead(0);
@@ -331,15 +340,15 @@ private:
         }
     }
 
-    // Whether the Hello could be sent.
+    // Sends the Hello; false if the connection has ended.
     bool handshake(const Descriptor& connection, const std::string& word) {
         Hello hello;
         std::copy(word.begin(), word.end(), hello.word.begin());
         hello.process = this_process_id();
         hello.rank = options_.rank;
         std::vector<ProcessId> known;
-        for (const KnownProcess& each : known_) {
-            if (known.size() < kMostKnown) known.push_back(each.id);
+        for (const KnownProcess& process : known_) {
+            if (known.size() < kMostKnown) known.push_back(process.id);
         }
         const std::vector<std::byte> data = encode(hello, known);
         const Descriptor exit = make_exit_descriptor();
@@ -356,20 +365,22 @@ private:
         std::vector<Member> members;
         if (!decode(packet.data, head, members)) fail(Kind::kLost, title(0) + " sent what is no introduction");
         auto attached = packet.attached.begin();
-        const auto next = [&] { return attached == packet.attached.end() ? Descriptor() : std::move(*attached++); };
-        if (head.has_memory) memory_ = next();
+        const auto take_attached = [&] {
+            return attached == packet.attached.end() ? Descriptor() : std::move(*attached++);
+        };
+        if (head.has_memory) memory_ = take_attached();
         for (const Member& member : members) {
             ExitDescriptor exit;
             if (member.has_exit)
-                exit = share_exit_descriptor(member.process, next());
+                exit = share_exit_descriptor(member.process, take_attached());
             else if (member.process != this_process_id())
                 exit = find_exit_descriptor(member.process);
             members_.at(index(member.rank)) = {member.process, std::move(exit), true};
         }
     }
 
-    const std::vector<KnownProcess>
-        known_;  // kept until all introductions have come: rank 0 sends no descriptors for these
+    // Kept until all introductions have come, because rank 0 sends no exit descriptors of these processes.
+    const std::vector<KnownProcess> known_;
     Descriptor memory_;
 };
 

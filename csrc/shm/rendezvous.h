@@ -1,5 +1,5 @@
-// The rendezvous of the ranks of one host: how they get their shared memory and the exit descriptors of each other's
-// processes.
+// The rendezvous of the ranks of one host: every rank gets the shared memory of the group, and the exit descriptors of
+// the other ranks' processes (common/process.h).
 //
 //     rank r                      rank 0
 //     connects: Hello  ────────▶  watches the process of rank r from now on
@@ -7,11 +7,11 @@
 //                         ...     the last rank has come
 //                      ◀────────  Introduction: all other ranks, with the exit descriptors that rank r does not have
 //
-// Rank 0 listens at an abstract Unix address. Other network namespaces cannot see it, so every peer is on this host.
-// Rank 0 accepts a rank only if it has the same user id and knows the random word of this rendezvous; it drops every
-// other connection. The Hello lists the processes that rank r watches already for other groups: rank 0 sends no further
-// descriptor for those. Connections stay open until all ranks have come, so rank 0 notices a rank whose process ends
-// and a rank that gives up. The other ranks learn of both through `look`.
+// Rank 0 listens at an abstract Unix address, which contains a random word. Other network namespaces cannot see the
+// address, so every peer is on this host. Rank 0 accepts a rank only if it has the same user id and knows the word; it
+// drops every other connection. The Hello lists the processes that rank r watches already for other groups: rank 0
+// sends no further descriptor for these. Connections stay open until all ranks have come, so rank 0 notices a rank
+// whose process ends and a rank that gives up. The other ranks notice both through `look`.
 #pragma once
 
 #include <chrono>
@@ -28,7 +28,7 @@ namespace dist_prims {
 // The parameters of one rank.
 struct RendezvousOptions {
     int rank = 0, size = 1;  // among the ranks of this host
-    RankNames names;         // of ranks in errors
+    RankNames names;         // for errors
     std::chrono::milliseconds timeout{0};
     // Called every 50 ms and after each signal, on the waiting thread. An exception from it ends the rendezvous.
     std::function<void()> look = [] {};
@@ -42,12 +42,12 @@ struct RendezvousResult {
     std::vector<ExitDescriptor> exits;  // of each rank's process; null for ranks of this process
 };
 
-// Rank 0: makes the memory, passes the word of this rendezvous to `publish_word`, and serves the ranks 1 to size - 1.
-// Throws CommError if a rank dies, gives up or times out.
+// Rank 0: makes `bytes` of memory, passes the word of this rendezvous to `publish_word`, and serves the ranks 1 to size
+// - 1. Throws CommError if a rank dies, gives up or times out.
 RendezvousResult host_rendezvous(const RendezvousOptions& options, std::size_t bytes,
                                  const std::function<void(const std::string&)>& publish_word);
 
-// Every other rank. `word` returns the word that rank 0 has published, or an empty string before that.
+// Every other rank: asks rank 0. `word` returns the word that rank 0 has published, or an empty string before that.
 RendezvousResult join_rendezvous(const RendezvousOptions& options, const std::function<std::string()>& word);
 
 }  // namespace dist_prims
