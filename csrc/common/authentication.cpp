@@ -9,7 +9,7 @@
 namespace dist_prims {
 namespace {
 
-constexpr std::size_t kBlock = 64;
+constexpr std::size_t kBlock = 64;  // bytes that are hashed at a time
 
 constexpr std::array<std::uint32_t, 64> kConstants{
     0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
@@ -77,15 +77,13 @@ private:
     std::array<std::uint32_t, 8> state_{0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
                                         0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
     std::array<unsigned char, kBlock> block_{};
-    std::size_t filled_ = 0;  // bytes of the block
-    std::uint64_t total_ = 0;
+    std::size_t filled_ = 0;   // bytes of the block
+    std::uint64_t total_ = 0;  // bytes in all
 };
 
 std::string_view view(const Digest& digest) {
     return {reinterpret_cast<const char*>(digest.data()), digest.size()};
 }
-
-}  // namespace
 
 Digest sha256(std::string_view text) {
     Sha256 hash;
@@ -93,13 +91,16 @@ Digest sha256(std::string_view text) {
     return hash.finish();
 }
 
+}  // namespace
+
 Digest authentication_code(std::string_view key, std::string_view text) {
-    const Digest shortened = sha256(key);
-    std::string padded(key.size() > kBlock ? view(shortened) : key);
+    // The key as one block: a longer key is replaced by its hash, a shorter key is padded with zeros.
+    const Digest hashed_key = sha256(key);
+    std::string padded(key.size() > kBlock ? view(hashed_key) : key);
     padded.resize(kBlock);
     const auto masked = [&](char mask) {
         std::string block = padded;
-        for (char& each : block) each = static_cast<char>(each ^ mask);
+        for (char& byte : block) byte = static_cast<char>(byte ^ mask);
         return block;
     };
     Sha256 inner, outer;

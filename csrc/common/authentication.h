@@ -13,8 +13,6 @@ namespace dist_prims {
 
 using Digest = std::array<unsigned char, 32>;
 
-Digest sha256(std::string_view text);
-
 // The code of a text, which cannot be made or checked without the key.
 Digest authentication_code(std::string_view key, std::string_view text);
 

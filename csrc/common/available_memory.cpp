@@ -10,7 +10,7 @@
 namespace dist_prims {
 namespace {
 
-// What the two versions of control groups call the same things.
+// The names of files and fields in one version of control groups (cgroups).
 struct CgroupVersion {
     const char *root, *limit, *usage, *inactive_file, *active_file;
 };
@@ -19,7 +19,7 @@ constexpr CgroupVersion kCgroup1{"/sys/fs/cgroup/memory", "memory.limit_in_bytes
                                  "total_inactive_file", "total_active_file"};
 constexpr CgroupVersion kCgroup2{"/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file", "active_file"};
 
-// The number in a file; `otherwise` if there is no such file, or a word instead ("max").
+// The number in a file; `otherwise` if there is no such file, or it contains a word ("max").
 std::size_t number_in(const std::string& path, std::size_t otherwise) {
     std::size_t value = 0;
     return std::ifstream(path) >> value ? value : otherwise;
@@ -27,17 +27,17 @@ std::size_t number_in(const std::string& path, std::size_t otherwise) {
 
 // The numbers of a file of lines like "name 123" or "name: 123 kB".
 std::map<std::string, std::size_t> numbers_in(const std::string& path) {
-    std::map<std::string, std::size_t> found;
+    std::map<std::string, std::size_t> numbers;
     std::ifstream file(path);
     for (std::string line, name; std::getline(file, line);) {
         std::size_t value = 0;
-        if (std::istringstream(line) >> name >> value) found[name] = value;
+        if (std::istringstream(line) >> name >> value) numbers[name] = value;
     }
-    return found;
+    return numbers;
 }
 
-// Of a control group and of those that contain it. In a container the path may be valid only outside; the root is then
-// the group of the container.
+// The least bytes that a control group and the groups that contain it have left. In a container the path may be valid
+// only outside; the root is then the group of the container.
 std::size_t available_in(const CgroupVersion& version, std::string path) {
     std::size_t least = SIZE_MAX;
     for (;; path.erase(path.rfind('/'))) {
@@ -57,8 +57,8 @@ std::size_t available_in(const CgroupVersion& version, std::string path) {
 
 std::size_t available_memory() {
     const auto machine = numbers_in("/proc/meminfo");
-    const auto found = machine.find("MemAvailable:");
-    std::size_t least = found == machine.end() ? SIZE_MAX : found->second * 1024;
+    const auto available = machine.find("MemAvailable:");
+    std::size_t least = available == machine.end() ? SIZE_MAX : available->second * 1024;
     std::ifstream groups("/proc/self/cgroup");
     for (std::string line; std::getline(groups, line);) {  // "4:memory:/path", or "0::/path" of the second version
         const std::size_t first = line.find(':'), second = line.find(':', first + 1);

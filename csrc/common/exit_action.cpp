@@ -33,27 +33,27 @@ struct Actions {
 // which another thread might hold while this process forks.
 Actions& actions_of_this_process() {
     static std::atomic<Actions*> current{nullptr};
-    Actions* found = current.load(std::memory_order_acquire);
-    if (found && found->owner == this_process()) return *found;
-    auto made = std::make_unique<Actions>();
-    if (!current.compare_exchange_strong(found, made.get())) return *found;
-    ::on_exit(&Actions::on_exit, made.get());
-    return *made.release();
+    Actions* actions = current.load(std::memory_order_acquire);
+    if (actions && actions->owner == this_process()) return *actions;
+    auto fresh = std::make_unique<Actions>();
+    if (!current.compare_exchange_strong(actions, fresh.get())) return *actions;
+    ::on_exit(&Actions::on_exit, fresh.get());
+    return *fresh.release();
 }
 
 }  // namespace
 
 ExitAction::ExitAction(std::function<void()> act) : act_(std::move(act)), owner_(this_process()) {
-    Actions& known = actions_of_this_process();
-    const std::lock_guard lock(known.mutex);
-    known.actions.emplace(this, &act_);
+    Actions& registered = actions_of_this_process();
+    const std::lock_guard lock(registered.mutex);
+    registered.actions.emplace(this, &act_);
 }
 
 ExitAction::~ExitAction() {
     if (owner_ != this_process()) return;
-    Actions& known = actions_of_this_process();
-    const std::lock_guard lock(known.mutex);
-    known.actions.erase(this);
+    Actions& registered = actions_of_this_process();
+    const std::lock_guard lock(registered.mutex);
+    registered.actions.erase(this);
 }
 
 void run_exit_actions() {

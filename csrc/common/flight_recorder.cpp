@@ -20,9 +20,9 @@ std::int64_t now() {
 
 std::string quoted(const std::string& text) {
     std::string result = "\"";
-    for (char each : text) {
-        if (each == '"' || each == '\\') result += '\\';
-        result += static_cast<unsigned char>(each) < ' ' ? ' ' : each;
+    for (char letter : text) {
+        if (letter == '"' || letter == '\\') result += '\\';
+        result += static_cast<unsigned char>(letter) < ' ' ? ' ' : letter;
     }
     return result + '"';
 }
@@ -67,7 +67,7 @@ std::uint64_t FlightRecorder::add(Entry entry, bool at_once) {
 FlightRecorder::Entry* FlightRecorder::find(std::uint64_t id) {
     static_assert(std::has_single_bit(kEntries), "the numbers of entries wrap at 2^64");
     Entry& entry = ring_[id % kEntries];
-    return entry.id == id ? &entry : nullptr;  // or it was overwritten since
+    return entry.id == id ? &entry : nullptr;
 }
 
 void FlightRecorder::start(std::uint64_t id) {
@@ -88,12 +88,12 @@ void FlightRecorder::end(std::uint64_t id, bool well) {
 
 std::vector<FlightRecorder::Entry> FlightRecorder::entries() const {
     const std::lock_guard lock(mutex_);
-    std::vector<Entry> found;
+    std::vector<Entry> entries;
     for (std::uint64_t id = next_ - kEntries; id != next_; ++id) {  // right across the wrap from 2^64 - 1 to 0
         const Entry& entry = ring_[id % kEntries];
-        if (entry.created != 0) found.push_back(entry);
+        if (entry.created != 0) entries.push_back(entry);
     }
-    return found;
+    return entries;
 }
 
 std::string FlightRecorder::json(int rank, const std::string& group, const std::string& description,

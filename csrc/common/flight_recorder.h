@@ -40,15 +40,15 @@ public:
 private:
     static constexpr std::size_t kEntries = 1024;
 
-    Entry* find(std::uint64_t id);
+    Entry* find(std::uint64_t id);  // null if the entry has been overwritten
     std::vector<Entry> entries() const;
 
     mutable std::mutex mutex_;
-    std::array<Entry, kEntries> ring_;
-    std::uint64_t next_ = 0;
+    std::array<Entry, kEntries> ring_;  // entry `id` at id % kEntries
+    std::uint64_t next_ = 0;            // the id of the next entry
 };
 
-// Writes the record of this rank to a file. A failure is said on stderr: the program has another error already.
+// Writes the record of this rank to a file. Reports a failure on stderr, because the program has another error already.
 void write_flight_record(const std::string& path, int rank, const std::string& record);
 
 }  // namespace dist_prims

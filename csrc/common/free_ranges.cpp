@@ -7,9 +7,9 @@ namespace dist_prims {
 std::optional<std::size_t> FreeRanges::take(std::size_t length) {
     const auto fit = by_length_.lower_bound({length, 0});
     if (fit == by_length_.end()) return std::nullopt;
-    const auto [found, begin] = *fit;
+    const auto [fit_length, begin] = *fit;
     remove(by_begin_.find(begin));
-    if (found > length) add(begin + length, found - length);
+    if (fit_length > length) add(begin + length, fit_length - length);
     return begin;
 }
 

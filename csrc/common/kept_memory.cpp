@@ -18,15 +18,16 @@ namespace dist_prims {
 // lock uses malloc.
 class KeptMemory::Pool {
 public:
+    // Memory of at least `bytes`, which is set to its length; null if there is none.
     std::unique_ptr<std::byte[]> find(std::size_t& bytes) {
         const std::unique_lock lock(guard_, std::try_to_lock);
         if (!lock) return nullptr;
         // The newest that fits is most likely in the cache. Memory of more than twice the size is left for others.
-        const auto fits = [&](const Entry& each) { return each.bytes >= bytes && each.bytes / 2 <= bytes; };
-        const auto found = std::find_if(entries_.begin(), entries_.end(), fits);
-        if (found == entries_.end()) return nullptr;
-        Entry entry = std::move(*found);
-        entries_.erase(found);
+        const auto fits = [&](const Entry& entry) { return entry.bytes >= bytes && entry.bytes / 2 <= bytes; };
+        const auto newest = std::find_if(entries_.begin(), entries_.end(), fits);
+        if (newest == entries_.end()) return nullptr;
+        Entry entry = std::move(*newest);
+        entries_.erase(newest);
         kept_ -= entry.bytes;
         ASAN_UNPOISON_MEMORY_REGION(entry.data.get(), entry.bytes);
         bytes = entry.bytes;
@@ -73,9 +74,9 @@ KeptMemory::Pool& KeptMemory::pool() {
 [[maybe_unused]] const std::size_t kept_at_load = KeptMemory::kept();
 
 KeptMemory KeptMemory::take(std::size_t bytes) {
-    std::unique_ptr<std::byte[]> found = bytes < kLeast ? nullptr : pool().find(bytes);
-    if (!found) found = std::make_unique_for_overwrite<std::byte[]>(bytes);
-    return {std::move(found), bytes};
+    std::unique_ptr<std::byte[]> data = bytes < kLeast ? nullptr : pool().find(bytes);
+    if (!data) data = std::make_unique_for_overwrite<std::byte[]>(bytes);
+    return {std::move(data), bytes};
 }
 
 KeptMemory::~KeptMemory() {

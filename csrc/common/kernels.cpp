@@ -36,7 +36,7 @@ const KernelSet& kernel_set() {
     return set;
 }
 
-// The e of a sum of `terms` addends.
+// The e of a carried sum of `terms` addends, sum / 2^e: 2^e is the least power of two that is no less than `terms`.
 int carry_exponent(int terms) {
     return std::bit_width(static_cast<unsigned>(terms - 1));
 }
@@ -58,9 +58,11 @@ void fold_terms(Op op, DType dtype, void* out, const std::vector<const void*>& i
         if (whole == ranks) kernel_set().divide(dtype, out, ranks, count);
         return;
     }
+    // Half types: multiply each input, a carried sum itself, so that the result is a carried sum of all terms. The last
+    // step divides that by ranks / 2^e, which leaves the mean.
     std::vector<float> scales(in.size(), std::ldexp(1.0f, -carry_exponent(whole)));
-    for (std::size_t each = 0; each < terms.size(); ++each)
-        scales[each] = std::ldexp(scales[each], carry_exponent(terms[each]));
+    for (std::size_t input = 0; input < terms.size(); ++input)
+        scales[input] = std::ldexp(scales[input], carry_exponent(terms[input]));
     const float divisor = whole == ranks ? std::ldexp(static_cast<float>(ranks), -carry_exponent(whole)) : 1.0f;
     kernel_set().mean(dtype, out, in.data(), scales.data(), inputs, divisor, count);
 }

@@ -104,20 +104,16 @@ struct Product {
         return {rounded(a.re * b.re) - rounded(a.im * b.im), rounded(a.re * b.im) + rounded(a.im * b.re)};
     }
 };
-struct Min {  // if an input is not a number (NaN), the result is NaN
+template <typename Precedes>
+struct Extreme {  // if an input is not a number (NaN), the result is NaN
     static constexpr bool kWraps = false;
     template <typename T>
     static T apply(T a, T b) {
-        return a != a ? a : (b < a || b != b) ? b : a;
+        return a != a ? a : (Precedes()(b, a) || b != b) ? b : a;
     }
 };
-struct Max {
-    static constexpr bool kWraps = false;
-    template <typename T>
-    static T apply(T a, T b) {
-        return a != a ? a : (a < b || b != b) ? b : a;
-    }
-};
+using Min = Extreme<std::less<>>;
+using Max = Extreme<std::greater<>>;
 template <typename Operator>
 struct Bitwise {
     static constexpr bool kWraps = true;

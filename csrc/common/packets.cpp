@@ -18,7 +18,7 @@ struct Address {
 
     explicit Address(const std::string& text) {
         name.sun_family = AF_UNIX;
-        // After the 0 that makes the address abstract. A longer one is cut, on both sides alike.
+        // The text stands after the 0 that makes the address abstract. Both sides cut a longer text at the same place.
         const std::size_t longest = sizeof(name.sun_path) - 1;
         std::memcpy(name.sun_path + 1, text.data(), std::min(text.size(), longest));
         length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + std::min(text.size(), longest));
@@ -27,9 +27,9 @@ struct Address {
 };
 
 Descriptor packet_socket() {
-    Descriptor made(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-    if (made.get() < 0) throw_errno("a Unix socket");
-    return made;
+    Descriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    if (socket.get() < 0) throw_errno("a Unix socket");
+    return socket;
 }
 
 // Memory for the descriptors of one packet, in the layout of the kernel.
@@ -62,9 +62,9 @@ Descriptor listen_at(const std::string& address, int backlog) {
 Descriptor connect_to(const std::string& address, bool& is_refused) {
     const Address at(address);
     Descriptor connection = packet_socket();
-    const bool made = uninterrupted([&] { return ::connect(connection.get(), at.get(), at.length); }) == 0;
-    is_refused = !made && errno == ECONNREFUSED;
-    return made ? std::move(connection) : Descriptor();
+    const bool is_connected = uninterrupted([&] { return ::connect(connection.get(), at.get(), at.length); }) == 0;
+    is_refused = !is_connected && errno == ECONNREFUSED;
+    return is_connected ? std::move(connection) : Descriptor();
 }
 
 Descriptor accept_from(const Descriptor& listener) {
@@ -97,7 +97,7 @@ int send_packet(const Descriptor& connection, const std::vector<std::byte>& data
         std::memcpy(CMSG_DATA(header), attached.data(), attached.size() * sizeof(int));
     }
     if (uninterrupted([&] { return ::sendmsg(connection.get(), &message, MSG_NOSIGNAL); }) >= 0) return 0;
-    // The kernel bounds the descriptors under way between all processes of a user; receivers release them.
+    // ETOOMANYREFS: the kernel limits how many descriptors of a user are on their way; receivers release them.
     return errno == ETOOMANYREFS || errno == ENOBUFS || errno == ENOMEM ? EAGAIN : errno;
 }
 

@@ -7,37 +7,40 @@ namespace dist_prims {
 namespace {
 
 constexpr auto kInterruptEvery = std::chrono::milliseconds(50);
-constexpr auto kMomentToFinish = std::chrono::milliseconds(500);
+constexpr auto kMomentToFinish = std::chrono::milliseconds(500);  // of the running job, when the queue is closed
 
 thread_local const Queue* served = nullptr;  // the queue whose thread this is
 
-// A wait that runs signal handlers at this moment. Waits of one thread nest: a handler may wait in another group.
-struct Interruption {
-    const Queue* queue;
-    const char* title;
-    const Interruption* outer;
-};
-thread_local const Interruption* innermost = nullptr;
-
-class InterruptionScope {
-public:
-    InterruptionScope(const Queue* queue, const char* title) : here_{queue, title, innermost} { innermost = &here_; }
-    ~InterruptionScope() { innermost = here_.outer; }
+// Marks a wait of this thread while it runs signal handlers. Scopes nest: a handler may wait in another group.
+struct InterruptionScope {
+    InterruptionScope(const Queue* queue, const char* title);
+    ~InterruptionScope();
     InterruptionScope(const InterruptionScope&) = delete;
 
-private:
-    const Interruption here_;
+    const Queue* const queue;
+    const char* const title;  // of the job
+    const InterruptionScope* const outer;
 };
+thread_local const InterruptionScope* innermost = nullptr;
 
+InterruptionScope::InterruptionScope(const Queue* queue, const char* title)
+    : queue(queue), title(title), outer(std::exchange(innermost, this)) {}
+
+InterruptionScope::~InterruptionScope() {
+    innermost = outer;
+}
+
+// The title of the job for which this thread waits while it runs the handler that is running now; null if there is
+// none.
 const char* title_interrupted_in(const Queue* queue) {
-    for (const Interruption* each = innermost; each; each = each->outer)
-        if (each->queue == queue) return each->title;
-    return nullptr;
+    const InterruptionScope* scope = innermost;
+    while (scope && scope->queue != queue) scope = scope->outer;
+    return scope ? scope->title : nullptr;
 }
 
 }  // namespace
 
-// Under the lock.
+// Throws if no call can be made on this thread now. Under the lock.
 void Queue::check_may_call(const char* title) const {
     if (closed_) throw std::runtime_error(owner_ + ", " + title + ": the group has been destroyed");
     const char* outer = runs_here() ? running_title_ : title_interrupted_in(this);
@@ -76,13 +79,9 @@ bool Queue::take(const char* title, bool wanted) {
 }
 
 void Queue::give_back() {
-    bool awaited = false;
-    {
-        const std::lock_guard lock(mutex_);
-        running_ = false;
-        awaited = !jobs_.empty() || closed_;
-    }
-    if (awaited) changed_.notify_all();
+    const std::lock_guard lock(mutex_);
+    running_ = false;
+    if (!jobs_.empty() || closed_) changed_.notify_all();
 }
 
 void Queue::submit(const Handle& job) {
@@ -93,7 +92,7 @@ void Queue::submit(const Handle& job) {
     changed_.notify_all();
 }
 
-// Under the lock.
+// Starts a thread if all threads are blocked in callbacks. Under the lock.
 void Queue::ensure_server() {
     if (servers_ > 0 || closed_) return;
     threads_.emplace_back(owner_ + ": the thread of its queue", [self = shared_from_this()] { self->serve(); });
@@ -133,14 +132,15 @@ void Queue::execute(std::unique_lock<std::mutex>& lock, bool serving) {
 }
 
 bool Queue::wait(const Handle& job, std::chrono::milliseconds limit, const std::function<void()>& interrupt) {
-    const bool for_ever = limit == std::chrono::milliseconds::max();
-    const auto deadline = std::chrono::steady_clock::now() + (for_ever ? std::chrono::milliseconds(0) : limit);
+    const bool is_unlimited = limit == std::chrono::milliseconds::max();
+    const auto deadline = std::chrono::steady_clock::now() + (is_unlimited ? std::chrono::milliseconds(0) : limit);
     std::unique_lock lock(mutex_);
     while (!job->finished) {
-        if (runs_here()) check_may_call(job->title);                            // it throws
-        if (for_ever && !running_ && !jobs_.empty() && jobs_.front() == job) {  // a thread that runs it cannot time out
+        if (runs_here()) check_may_call(job->title);  // it throws
+        // A thread that runs the job cannot time out, so only a wait without a limit runs it.
+        if (is_unlimited && !running_ && !jobs_.empty() && jobs_.front() == job) {
             execute(lock, false);
-        } else if (!for_ever && std::chrono::steady_clock::now() >= deadline) {
+        } else if (!is_unlimited && std::chrono::steady_clock::now() >= deadline) {
             return false;
         } else {
             changed_.wait_for(lock, kInterruptEvery);
@@ -157,6 +157,7 @@ bool Queue::wait(const Handle& job, std::chrono::milliseconds limit, const std::
     return true;
 }
 
+// A thread of the queue.
 void Queue::serve() {
     in_background = true;
     served = this;
@@ -183,11 +184,12 @@ bool Queue::close(std::exception_ptr reason, const std::function<void()>& stop) 
     return !inside;
 }
 
-// The lock is held before and after, not during.
+// The first close(). The lock is held before and after, not during.
 void Queue::close_once(std::unique_lock<std::mutex>& lock, std::exception_ptr reason,
                        const std::function<void()>& stop) {
+    // 1. Let the running job finish, or stop it. If this thread runs the job, it ends after this call.
     closer_ = std::this_thread::get_id();
-    const std::deque<Handle> left = std::exchange(jobs_, {});
+    const std::deque<Handle> waiting_jobs = std::exchange(jobs_, {});
     changed_.notify_all();
     const bool inside = runs_here();
     const auto is_idle = [this] { return !running_; };
@@ -197,9 +199,10 @@ void Queue::close_once(std::unique_lock<std::mutex>& lock, std::exception_ptr re
         lock.lock();
         if (!inside) changed_.wait_for(lock, Thread::kTimeToEnd, is_idle);
     }
+    // 2. Fail the jobs that have not begun, and end the threads.
     std::vector<Thread> threads = std::move(threads_);
     lock.unlock();
-    for (const Handle& job : left) {
+    for (const Handle& job : waiting_jobs) {
         const auto callback = end_job(*job, reason);
         lock.lock();
         job->finished = true;

@@ -42,23 +42,25 @@ public:
     // `owner` is the name of the rank in errors.
     explicit Queue(std::string owner = "this rank") : owner_(std::move(owner)) {}
 
-    // Runs the job on this thread, after all jobs submitted before.
+    // Runs the job, after all jobs submitted before: on this thread, or on a thread of the queue while this thread
+    // waits. `interrupt` runs signal handlers; a wait calls it every 50 ms.
     void run(const Handle& job, const std::function<void()>& interrupt);
 
-    // Throws if no call can be made here and now. If `wanted`, takes the queue for a call that runs on this thread;
-    // returns false if there is other work, which must run first.
+    // Throws if no call can be made on this thread now. If `wanted`, takes the queue for a call that runs on this
+    // thread without a Job, until give_back(); returns false if there are jobs, which must run first.
     bool take(const char* title, bool wanted = true);
     void give_back();
 
-    // Submits the job to a thread of the queue.
+    // Adds a job for a thread of the queue; does not block.
     void submit(const Handle& job);
 
     // Returns true when the job is finished, and false after `limit`. A wait without a limit may run the job itself.
     bool wait(const Handle& job, std::chrono::milliseconds limit, const std::function<void()>& interrupt);
 
-    // Ends the queue, from any thread and any number of times: one call does it and the others wait for that one. Jobs
-    // that have not begun fail with `reason`. The running job may finish for a moment, then `stop` is called to end it.
-    // The threads end. Returns false, without waiting for the running job, if it is called from inside of that job.
+    // Ends the queue, from any thread and any number of times: the first call ends it, and the others wait for the
+    // first call. Jobs that have not begun fail with `reason`. The running job has 0.5 s to finish, then `stop` is
+    // called to end it. The threads end. Returns false, without waiting for the running job, if that job itself makes
+    // the call.
     bool close(std::exception_ptr reason, const std::function<void()>& stop);
 
 private:
@@ -76,8 +78,8 @@ private:
     std::condition_variable changed_;
     std::deque<Handle> jobs_;
     bool running_ = false, closed_ = false, ended_ = false;
-    const char* running_title_ = "";  // of what runs,
-    std::thread::id runner_;          // and where
+    const char* running_title_ = "";  // of the running job, if running_
+    std::thread::id runner_;          // the thread that runs it
     std::thread::id closer_;          // the thread in close_once()
     std::vector<Thread> threads_;
     int servers_ = 0;  // the threads that are not blocked in a callback

@@ -69,10 +69,10 @@ Descriptor make_sparse_memory(const char* name, std::size_t bytes) {
     return memory;
 }
 
-// A signal makes older kernels undo the whole call. So the memory is reserved piece by piece, and in smaller pieces
-// after each interruption: under a timer of any rate the loop comes to its end.
+// A signal makes older kernels undo a whole fallocate(). So the memory is reserved piece by piece, and in smaller
+// pieces after each interruption: the loop ends whatever the rate of signals.
 void reserve(const Descriptor& memory, std::size_t begin, std::size_t bytes) {
-    constexpr std::size_t kLarge = 64 << 20;  // to reserve so much takes far longer than to ask what is available
+    constexpr std::size_t kLarge = 64 << 20;  // a reservation of so many bytes takes far longer than available_memory()
     const std::size_t available = bytes < kLarge ? bytes : available_memory();
     if (bytes > available) {
         errno = ENOMEM;
@@ -116,12 +116,8 @@ void Mapping::leave_out_of_core_dumps() const {
     ::madvise(data_, size_, MADV_DONTDUMP);
 }
 
-Mapping::Mapping(Mapping&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)), owner_(other.owner_) {}
-
 Mapping::~Mapping() {
-    if (data_ && owner_ == this_process())
-        ::munmap(data_, size_);  // a forked child has it not, and may have other things there
+    if (owner_ == this_process()) ::munmap(data_, size_);  // a forked child may have other memory at these addresses
 }
 
 }  // namespace dist_prims

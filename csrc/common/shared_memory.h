@@ -53,21 +53,20 @@ struct FileId {
 
 FileId id_of(const Descriptor& file);  // zeros for no file
 
-// Makes `bytes` of memory, all of it reserved: a shortage is an error here, not a SIGBUS at the first access.
+// Makes `bytes` of memory and reserves all pages: a shortage is an error here, not a SIGBUS at the first access.
 Descriptor make_memory(std::size_t bytes);
 
-// The same with nothing reserved. The name appears in the list of mappings of a process.
+// Makes `bytes` of memory without pages. The name appears in the list of mappings of a process.
 Descriptor make_sparse_memory(const char* name, std::size_t bytes);
-// Reserves pages of such memory, which read as zero if they were not reserved before; or frees them, even while other
-// processes map them.
+// Reserve pages of sparse memory, which read as zero if they were not reserved before; free pages, even while other
+// processes map them. `begin` and `bytes` must be multiples of a page.
 void reserve(const Descriptor& memory, std::size_t begin, std::size_t bytes);
 void discard(const Descriptor& memory, std::size_t begin, std::size_t bytes) noexcept;
 
-// A mapping that a forked child neither sees nor writes to.
+// A mapping of all bytes of a memory file, without the pages in a forked child.
 class Mapping {
 public:
     explicit Mapping(const Descriptor& memory);
-    Mapping(Mapping&& other) noexcept;
     Mapping(const Mapping&) = delete;
     ~Mapping();
 

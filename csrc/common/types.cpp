@@ -72,9 +72,9 @@ const char* name_of(Collective collective) {
     return kCollectives[at(collective)];
 }
 Collective collective_of(const std::string& name) {
-    const auto found = std::find(kCollectives.begin(), kCollectives.end(), name);
-    if (found == kCollectives.end()) throw std::invalid_argument(name + " is not a collective of the backend");
-    return static_cast<Collective>(found - kCollectives.begin());
+    const auto entry = std::find(kCollectives.begin(), kCollectives.end(), name);
+    if (entry == kCollectives.end()) throw std::invalid_argument(name + " is not a collective of the backend");
+    return static_cast<Collective>(entry - kCollectives.begin());
 }
 
 bool reduces(Op op, DType dtype, std::string* reason) {
@@ -111,7 +111,7 @@ std::uint64_t Call::checksum() const {
     sum.add(sequence).add(count).add(layout).add(static_cast<std::uint64_t>(root));
     sum.add(static_cast<std::uint64_t>(collective)).add(static_cast<std::uint64_t>(dtype));
     sum.add(static_cast<std::uint64_t>(op));
-    for (const std::uint64_t each : name) sum.add(each);
+    for (const std::uint64_t word : name) sum.add(word);
     return sum.value();
 }
 

@@ -17,7 +17,7 @@ namespace {
 constexpr std::size_t kPage = Arena::kPage;
 constexpr std::size_t kPiece = 16 << 20;  // copied and discarded at a time
 
-// Of a file, for this process. To exceed it would raise SIGXFSZ.
+// The most bytes of a file for this process, in whole pages. A longer file would raise SIGXFSZ.
 std::size_t size_limit() {
     rlimit limit{};
     if (::getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return SIZE_MAX;
@@ -87,9 +87,10 @@ void Arena::make_private(std::byte* data, std::size_t bytes, std::size_t begin, 
     begin = (begin + kPage - 1) / kPage * kPage;
     end = end / kPage * kPage;
     for (std::size_t at = 0; at < bytes; at += kPiece) {
-        const std::size_t next = std::min(at + kPiece, bytes), first = std::max(at, begin), last = std::min(next, end);
+        const std::size_t next = std::min(at + kPiece, bytes);
         for (std::size_t page = at; page < next; page += kPage) copy_page(data + page);
-        if (first < last) discard(data + first, last - first);
+        const std::size_t first_freed = std::max(at, begin), end_freed = std::min(next, end);
+        if (first_freed < end_freed) discard(data + first_freed, end_freed - first_freed);
     }
 }
 

@@ -17,8 +17,8 @@ class Arena {
 public:
     static constexpr std::size_t kPage = 4096;
 
-    // An arena of `wanted` bytes; if the machine or a limit of this process forbids that, of half as many and so on,
-    // down to `least`.
+    // An arena of `wanted` bytes. If the machine or a limit of this process forbids that, tries half as many bytes and
+    // so on, down to `least`; throws std::system_error if these are too many.
     static std::unique_ptr<Arena> make(std::size_t least, std::size_t wanted);
     explicit Arena(Descriptor file);
 
@@ -27,15 +27,15 @@ public:
     std::size_t size() const { return mapping_.size(); }
     std::size_t offset_of(const std::byte* data) const { return static_cast<std::size_t>(data - mapping_.data()); }
 
-    // Addresses without pages, or null if there is no space. Not thread-safe.
+    // A range of addresses without pages; null if there is no space. take() and give_back() are not thread-safe.
     std::byte* take(std::size_t bytes);
     void give_back(const std::byte* data, std::size_t bytes);
 
     void reserve(const std::byte* data, std::size_t bytes) const;
     void discard(const std::byte* data, std::size_t bytes) const noexcept;
     // Replaces the pages at these addresses by private copies, which other processes neither see nor write. Stores of
-    // other threads of this process are not lost. The pages of the file from `begin` to `end`,
-    // counted from `data`, are freed as they are copied, so that the memory is not needed twice.
+    // other threads of this process are not lost. The pages of the file between data + begin and data + end are freed
+    // as they are copied, so that the memory is not needed twice.
     void make_private(std::byte* data, std::size_t bytes, std::size_t begin, std::size_t end) const;
 
 private:

@@ -27,22 +27,22 @@ DeferredInput::Piece DeferredInput::Piece::within(Range range) const {
 }
 
 void DeferredInput::add(Piece piece) {
-    const auto later = [](std::size_t begin, const Piece& each) { return begin < each.at.begin; };
+    const auto later = [](std::size_t begin, const Piece& other) { return begin < other.at.begin; };
     pieces_.insert(std::upper_bound(pieces_.begin(), pieces_.end(), piece.at.begin, later), std::move(piece));
 }
 
-std::vector<DeferredInput::Run> DeferredInput::runs(Range of) const {
-    std::vector<Run> found;
-    std::size_t done = of.begin;
+std::vector<DeferredInput::Run> DeferredInput::runs(Range range) const {
+    std::vector<Run> runs;
+    std::size_t done = range.begin;
     for (const Piece& piece : pieces_) {
-        const Range at = piece.at.within(of);
+        const Range at = piece.at.within(range);
         if (at.empty()) continue;
-        if (at.begin > done) found.push_back({{done, at.begin}, nullptr});
-        found.push_back({at, &piece});
+        if (at.begin > done) runs.push_back({{done, at.begin}, nullptr});
+        runs.push_back({at, &piece});
         done = at.end;
     }
-    if (of.end > done) found.push_back({{done, of.end}, nullptr});
-    return found;
+    if (range.end > done) runs.push_back({{done, range.end}, nullptr});
+    return runs;
 }
 
 void DeferredInput::settle(DType dtype, std::byte* mapped) const {

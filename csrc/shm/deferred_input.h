@@ -1,6 +1,6 @@
-// Deferred input of a reduction in place. Each rank reduces one share of the data, and no other rank reads its own part
-// of that share. A rank therefore need not copy this part into its shared tensor: the reduction reads it where it was
-// computed, and only the result is written to the shared tensor.
+// Deferred input of a reduction in place. Each rank reduces one share of the data, and no other rank reads this rank's
+// input of that share. So a rank does not copy this input into its shared tensor: the reduction reads it where it was
+// computed, and writes only the result to the shared tensor.
 //
 //     rank 0's shared tensor   | (deferred) | its part of the rest   |      rank 0 reduces the first share:
 //     rank 1's shared tensor   | its part of all, but | (deferred)   |      deferred[0] + shared[1], into both tensors
@@ -26,8 +26,8 @@ Range share_of(std::size_t rank, std::size_t ranks, std::size_t bytes);
 
 class DeferredInput {
 public:
-    // The input of the range `at` of the shared tensor: `data` times `factor`. Null data means that the range holds the
-    // result already.
+    // The input of the range `at` of the shared tensor: `data` times `factor`. `owner` keeps the data alive. Null data:
+    // the range holds the result already.
     struct Piece {
         Range at;
         const std::byte* data = nullptr;
@@ -46,13 +46,13 @@ public:
     void add(Piece piece);
 
     // All runs of a range, in order.
-    std::vector<Run> runs(Range of) const;
+    std::vector<Run> runs(Range range) const;
 
     // Copies the pieces into the shared tensor. No piece may have been reduced yet.
     void settle(DType dtype, std::byte* mapped) const;
 
 private:
-    std::vector<Piece> pieces_;  // in order
+    std::vector<Piece> pieces_;  // in the order of their ranges
 };
 
 }  // namespace dist_prims

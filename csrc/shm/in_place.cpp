@@ -12,7 +12,7 @@
 namespace dist_prims {
 namespace {
 
-constexpr std::size_t kBlock = 16 * 1024;         // bytes a pass, few enough to stay in the L1 cache
+constexpr std::size_t kBlock = 16 * 1024;         // bytes of a tensor that are reduced at a time: they stay in L1
 constexpr std::size_t kDeferredBlock = 4 * 1024;  // smaller: the next block, which is prefetched, must fit as well
 
 }  // namespace
@@ -29,7 +29,7 @@ MappedTensors map_tensors(HostSegment& host_segment, const std::vector<SharedTen
         return {};
     SlotExchange& slots = host_segment.slots;
     MappedTensors mapped;
-    bool is_agreed = true, is_here = true;
+    bool is_agreed = true, can_map_all = true;
     for (int peer = 0; peer < slots.size(); ++peer) {
         const SharedTensorRef& tensor_ref = tensor_refs[static_cast<std::size_t>(peer)];
         is_agreed = is_agreed && host_segment.importer.is_agreed(tensor_ref);
@@ -39,11 +39,11 @@ MappedTensors map_tensors(HostSegment& host_segment, const std::vector<SharedTen
             mapped.memory.push_back(memory);
             mapped.places.push_back(memory->data() + tensor_ref.offset);
         } else {
-            is_here = false;
+            can_map_all = false;
         }
     }
     if (is_agreed) return mapped;
-    *slots.mine() = static_cast<std::byte>(is_here);
+    *slots.mine() = static_cast<std::byte>(can_map_all);
     slots.phase();
     for (int peer = 0; peer < slots.size(); ++peer) {
         if (*slots.theirs(peer) == std::byte{0}) return {};
@@ -72,6 +72,7 @@ void InPlace::fold_share(std::size_t bytes, const DeferredInput& deferred) {
     end_past_cache();
 }
 
+// Reduces a range whose input is in the shared tensors of all ranks.
 void InPlace::fold_shared(Range range) {
     for (std::size_t at = range.begin; at < range.end; at += kBlock) {
         const std::size_t bytes = std::min(kBlock, range.end - at);
@@ -82,8 +83,8 @@ void InPlace::fold_shared(Range range) {
     }
 }
 
-// The tensors of the other ranks have just been read, so they are in the cache and are written normally. This rank's
-// tensor is not in the cache, so it is written past the cache.
+// Each block is computed in a local buffer, and then copied to all tensors. The tensors of the other ranks have just
+// been read, so they are in the cache and are written normally. This rank's tensor is written past the cache.
 void InPlace::fold_deferred(const DeferredInput::Piece& piece) {
     alignas(64) std::byte block[kDeferredBlock];
     fetch(piece.at.begin, piece.at.end);
@@ -101,7 +102,7 @@ void InPlace::fold_deferred(const DeferredInput::Piece& piece) {
     }
 }
 
-// Prefetches the next block of the other ranks while this one is reduced.
+// Prefetches a block of the other ranks' tensors, which is reduced next.
 void InPlace::fetch(std::size_t begin, std::size_t end) const {
     for (std::size_t at = begin; at < std::min(begin + kDeferredBlock, end); at += kCacheLine) {
         for (std::size_t peer = 0; peer < places_.size(); ++peer) {
@@ -111,8 +112,9 @@ void InPlace::fetch(std::size_t begin, std::size_t end) const {
 }
 
 void InPlace::fold_block(std::size_t at, std::size_t bytes, const std::byte* mine, std::byte* out) {
-    for (std::size_t peer = 0; peer < places_.size(); ++peer) each_[peer] = peer == rank_ ? mine : places_[peer] + at;
-    fold_ranks(op_, dtype_, out, each_, bytes / size_of(dtype_));
+    for (std::size_t peer = 0; peer < places_.size(); ++peer) inputs_[peer] = places_[peer] + at;
+    inputs_[rank_] = mine;
+    fold_ranks(op_, dtype_, out, inputs_, bytes / size_of(dtype_));
 }
 
 }  // namespace dist_prims

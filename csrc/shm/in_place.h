@@ -22,37 +22,45 @@ struct MappedTensors {
 
 // The tensor of each rank in the current call. Valid after the call's first phase.
 std::vector<SharedTensorRef> tensor_refs_of(const SlotExchange& slots);
-// Maps the given tensors, one of each rank; the list is the same on all ranks. `mine` is this rank's tensor. The result
-// is empty if some tensor is not shared or some rank cannot map another's tensor. The ranks agree on that in a phase of
-// its own, once for the same arenas.
+// Maps one tensor of each rank. All ranks must call it with the same list, in the same phase. `mine`: the address of
+// this rank's tensor. The result is empty on all ranks if some tensor is not shared or some rank cannot map a tensor.
+// The ranks agree on that in a phase of its own, unless they have agreed on the same arenas before.
 MappedTensors map_tensors(HostSegment& host_segment, const std::vector<SharedTensorRef>& tensor_refs, std::byte* mine);
 
 // The last phase of a call in place. After it no other rank reads or writes this rank's `data`. Throws if another rank
 // has failed in the call: that rank has withdrawn its memory, so what was read there may not be its data.
 void finish_in_place(HostSegment& host_segment, const std::byte* data, std::size_t bytes);
 
-// Returns the result of `work`, during which other ranks may write to this rank's `data`. If `work` throws, the data is
-// withdrawn before the error is raised; except after a Mismatch, when no rank has begun to write.
-template <typename Work>
-auto in_shared_memory(const std::byte* data, std::size_t bytes, const Work& work) {
+// Returns the result of `work`. If `work` throws, calls `undo` before the error is raised; except after a Mismatch,
+// when no rank has begun to write.
+template <typename Work, typename Undo>
+auto undo_on_failure(const Work& work, const Undo& undo) {
     try {
         return work();
     } catch (const CommError& error) {
-        if (error.kind != CommError::Kind::kMismatch) Exporter::instance().withdraw(data, bytes);
+        if (error.kind != CommError::Kind::kMismatch) undo();
         throw;
     } catch (...) {
-        Exporter::instance().withdraw(data, bytes);
+        undo();
         throw;
     }
 }
 
+// Returns the result of `work`, during which other ranks may write to this rank's `data`; a failure withdraws the data.
+template <typename Work>
+auto in_shared_memory(const std::byte* data, std::size_t bytes, const Work& work) {
+    return undo_on_failure(work, [&] { Exporter::instance().withdraw(data, bytes); });
+}
+
+// Reduces parts of this rank's share, in the tensors of all ranks. `places` must outlive the object.
 class InPlace {
 public:
     InPlace(int rank, DType dtype, Op op, const Places& places)
-        : rank_(static_cast<std::size_t>(rank)), dtype_(dtype), op_(op), places_(places), each_(places.size()) {}
+        : rank_(static_cast<std::size_t>(rank)), dtype_(dtype), op_(op), places_(places), inputs_(places.size()) {}
 
-    // Reduces this rank's share of `bytes`, some of which is deferred; writes past the cache.
+    // Reduces this rank's whole share of `bytes`, except for pieces that hold the result already.
     void fold_share(std::size_t bytes, const DeferredInput& deferred);
+    // Reduces a deferred piece. The caller must call end_past_cache() before it publishes the result.
     void fold_deferred(const DeferredInput::Piece& piece);
 
 private:
@@ -64,7 +72,7 @@ private:
     const DType dtype_;
     const Op op_;
     const Places& places_;
-    std::vector<const void*> each_;
+    std::vector<const void*> inputs_;  // of the current block, by rank
 };
 
 }  // namespace dist_prims

@@ -34,6 +34,7 @@ IncrementalReduce::~IncrementalReduce() {
 
 void IncrementalReduce::put(std::size_t number, const DeferredInput::Piece& piece) {
     const std::lock_guard lock(mutex_);
+    // 1. Publish the parts in front of and behind the deferred part, which is empty if the budget is used up.
     const std::size_t bytes = piece.at.end - piece.at.begin;
     DeferredInput::Piece own = piece.within(share_);
     const bool defers = !own.at.empty() && budget_->used + bytes <= budget_->limit;
@@ -41,8 +42,10 @@ void IncrementalReduce::put(std::size_t number, const DeferredInput::Piece& piec
     for (const Range part : {Range{piece.at.begin, kept.begin}, Range{kept.end, piece.at.end}}) {
         if (!part.empty()) publish(piece.within(part));
     }
+    // 2. Stamp: from now on the owners of the other parts may reduce them.
     stamps_.set(number, round_);
     has_put_ = true;
+    // 3. Keep the deferred part. Its owner gives the budget back.
     if (defers) {
         budget_->used += bytes;
         own.owner = {piece.data, [owner = piece.owner, budget = budget_, bytes](auto) { budget->used -= bytes; }};
@@ -56,7 +59,8 @@ void IncrementalReduce::progress() {
     fold_ready_pieces();
 }
 
-// Writes a large part past the cache, since others read it later; for a small part that takes longer than it saves.
+// Writes a part into the shared tensor. A large part is written past the cache, because only other ranks read it; for a
+// small part that takes longer than it saves.
 void IncrementalReduce::publish(const DeferredInput::Piece& piece) {
     constexpr std::size_t kSmall = 64 * 1024;
     const std::size_t bytes = piece.at.end - piece.at.begin;
@@ -74,10 +78,10 @@ void IncrementalReduce::fold_ready_pieces() {
     if (mapped_.empty() || waiting_.empty()) return;
     InPlace in_place(rank_, dtype_, Op::kSum, mapped_.places);
     const TraceSpan span(TraceKind::kReduce);
-    std::erase_if(waiting_, [&](const WaitingPiece& each) {
-        if (!all_stamps_.are_set(each.number, round_)) return false;
-        in_place.fold_deferred(each.piece);
-        done_.push_back(each.piece.at);
+    std::erase_if(waiting_, [&](const WaitingPiece& waiting) {
+        if (!all_stamps_.are_set(waiting.number, round_)) return false;
+        in_place.fold_deferred(waiting.piece);
+        done_.push_back(waiting.piece.at);
         return true;
     });
     end_past_cache();
@@ -93,37 +97,32 @@ void IncrementalReduce::discard() {
     take_pieces();
 }
 
+// The pieces of this round: with data if they are not reduced yet.
 DeferredInput IncrementalReduce::take_pieces() {
     DeferredInput deferred;
-    for (WaitingPiece& each : waiting_) deferred.add(std::move(each.piece));
-    for (const Range& each : done_) deferred.add({each});
+    for (WaitingPiece& waiting : waiting_) deferred.add(std::move(waiting.piece));
+    for (const Range& range : done_) deferred.add({range});
     waiting_.clear();
     done_.clear();
     has_put_ = false;
     return deferred;
 }
 
-// The first phase compares the rounds of all ranks. If they differ, the call has no effect.
 void IncrementalReduce::finish(HostSegment& host_segment) {
-    try {
-        run_collective(host_segment);
-    } catch (const CommError& error) {
-        if (error.kind != CommError::Kind::kMismatch) abandon();
-        throw;
-    } catch (...) {
-        abandon();
-        throw;
-    }
+    undo_on_failure([&] { run_collective(host_segment); }, [this] { abandon(); });
 }
 
 void IncrementalReduce::run_collective(HostSegment& host_segment) {
+    // 1. The first phase compares the rounds of all ranks (in the call), and exchanges where the stamps are.
     stamps_.announce(host_segment.slots);
     host_segment.slots.phase();
     const auto announced = Stamps::announced(host_segment.slots);
+    // 2. Map all tensors and all stamps, or none. Take the pieces: from now on no other thread reduces them.
     MappedTensors mapped = map_tensors(host_segment, tensor_refs_of(host_segment.slots), data_);
     Stamps::All stamps = mapped.empty() ? Stamps::All{} : stamps_.map_tensors(host_segment, announced);
     if (stamps.mapped.empty()) mapped = {};
     const DeferredInput deferred = close_round(mapped, std::move(stamps));
+    // 3. Reduce what remains, in place or through the slots.
     if (mapped.empty()) {
         deferred.settle(dtype_, data_);
         all_reduce_by_slots(host_segment.slots, dtype_, Op::kSum, data_, data_, bytes_ / size_of(dtype_));
@@ -133,7 +132,8 @@ void IncrementalReduce::run_collective(HostSegment& host_segment) {
     }
 }
 
-// After this a rank writes to its own data only.
+// Ends the sum after a failure: from now on this object writes to this rank's data only, and other ranks cannot reach
+// it.
 void IncrementalReduce::abandon() {
     const std::lock_guard lock(mutex_);
     take_pieces();
@@ -141,7 +141,8 @@ void IncrementalReduce::abandon() {
     exporter_.withdraw(data_, bytes_);
 }
 
-// All ranks know the same about the memory of all ranks, so all continue or all throw.
+// Begins the next round, and returns the pieces of this one. All ranks have mapped the same tensors, so all of them
+// continue or all of them throw.
 DeferredInput IncrementalReduce::close_round(const MappedTensors& mapped, Stamps::All stamps) {
     const std::lock_guard lock(mutex_);
     if (!mapped_.empty() && mapped.places != mapped_.places) {

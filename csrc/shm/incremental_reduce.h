@@ -2,10 +2,10 @@
 // no rank before its end.
 //
 // The data comes in pieces. For each piece a rank copies the part that others reduce into its shared tensor, defers its
-// own part (see deferred_input.h), and stamps the piece. A rank that finds a piece of its share stamped by all ranks
-// reduces it at once: the deferred input is still in the cache, and its memory can be freed soon. When all of the data
-// is there, a collective reduces the remaining pieces. The ranks synchronise only in that collective, and only after it
-// is the sum complete.
+// own part (see deferred_input.h), and stamps the piece (stamps.h). When all ranks have stamped a piece, a rank may
+// reduce its share of it at once: the deferred input is still in the cache, and its memory can be freed soon. When all
+// of the data is there, a collective reduces the remaining pieces; it ends a round. The ranks synchronise only in that
+// collective, and the sum is complete after it. The next round uses the same tensor.
 //
 //     rank 0   put 0, stamp          put 1, stamp   fold its share of 0 and 1      finish
 //     rank 1           put 0, stamp, fold its share of 0         put 1, stamp      finish: fold its share of 1
@@ -25,8 +25,8 @@
 
 namespace dist_prims {
 
-// A limit on the bytes that several sums defer together. Each deferred piece counts with all the memory that its owner
-// keeps.
+// A limit on the bytes that several sums defer together. A deferred piece counts as a whole, because its owner keeps
+// all of its memory.
 struct Budget {
     explicit Budget(std::size_t limit) : limit(limit) {}
 
@@ -34,8 +34,8 @@ struct Budget {
     std::atomic<std::size_t> used{0};
 };
 
-// Owners of pieces are destroyed under a lock. The caller must not hold a lock that their destruction needs, such as
-// Python's interpreter lock.
+// Any thread may call any function. Owners of pieces are destroyed under a lock of this object, so the caller must not
+// hold a lock that their destruction needs, such as Python's interpreter lock.
 class IncrementalReduce {
 public:
     // `data` is a shared tensor, which `owner` keeps alive.
@@ -45,10 +45,10 @@ public:
     ~IncrementalReduce();
     IncrementalReduce(const IncrementalReduce&) = delete;
 
-    // Adds a piece. Pieces have the same numbers on all ranks. A piece over the budget is copied.
+    // Adds a piece. Pieces have the same numbers on all ranks. A piece over the budget is copied instead of deferred.
     void put(std::size_t number, const DeferredInput::Piece& piece);
 
-    // Reduces the pieces that all ranks have stamped since.
+    // Reduces the waiting pieces that all ranks have stamped.
     void progress();
     // Whether others may have read data of this round; then the round cannot be restarted.
     bool is_published() const;
@@ -85,12 +85,12 @@ private:
     const Range share_;
     const std::shared_ptr<Budget> budget_;
     Stamps stamps_;
-    mutable std::mutex mutex_;  // a thread that ends a round may find another one in it
-    std::vector<WaitingPiece> waiting_;
-    std::vector<Range> done_;
-    MappedTensors mapped_;  // known after the first round, as are the stamps
+    mutable std::mutex mutex_;           // of all below
+    std::vector<WaitingPiece> waiting_;  // deferred parts of this rank's share, not reduced yet
+    std::vector<Range> done_;            // ranges of this rank's share that hold the result
+    MappedTensors mapped_;               // empty before the end of the first round, as are the stamps
     Stamps::All all_stamps_;
-    bool has_put_ = false;
+    bool has_put_ = false;  // in this round
     std::atomic<std::uint64_t> round_{1};
 };
 

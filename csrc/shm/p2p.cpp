@@ -86,6 +86,12 @@ std::byte* PointToPoint::ring(int from, int to) const {
     return place_ + index(from * membership_.size() + to) * (sizeof(RingState) + ring_bytes_) + sizeof(RingState);
 }
 
+// The bytes in a ring.
+std::uint64_t PointToPoint::unread(int from, int to) const {
+    const RingState& ring_state = this->ring_state(from, to);
+    return ring_state.written.load() - ring_state.read.load();
+}
+
 // Moves the count and the offset of one end of a ring past `bytes`. No header and no piece crosses the end of the ring,
 // so the offset reaches the end exactly.
 void PointToPoint::advance(std::uint64_t& count, std::size_t& offset, std::size_t bytes) const {
@@ -397,15 +403,9 @@ WaitGraph::Wait PointToPoint::wait_edge(const LocalRequest& request) {
 // Whether a wait that a rank has published still stands: a rank that can move bytes is not blocked. The rank may change
 // one counter between the two loads; the next look of the diagnosis corrects the answer.
 bool PointToPoint::is_blocked(int rank, const WaitGraph::Wait& wait) const {
-    if (wait.kind == WaitGraph::WaitKind::kSend) {
-        const RingState& ring_state = this->ring_state(rank, wait.peer);
-        return ring_state.written.load() - ring_state.read.load() >= ring_bytes_;
-    }
+    if (wait.kind == WaitGraph::WaitKind::kSend) return unread(rank, wait.peer) >= ring_bytes_;
     for (int peer = 0; peer < membership_.size(); ++peer) {
-        const RingState& ring_state = this->ring_state(peer, rank);
-        if ((wait.peer == peer || wait.peer == WaitGraph::kAnyone) &&
-            ring_state.written.load() != ring_state.read.load())
-            return false;
+        if ((wait.peer == peer || wait.peer == WaitGraph::kAnyone) && unread(peer, rank) != 0) return false;
     }
     return true;
 }
@@ -423,22 +423,18 @@ bool PointToPoint::is_finished(const Handle& request) {
     return request->finished;
 }
 
-bool PointToPoint::is_empty(int from) const {
-    const RingState& ring_state = this->ring_state(from, membership_.rank());
-    return ring_state.written.load() == ring_state.read.load();
-}
-
 // Whether a request fails if this peer is gone: it is unfinished, and no ring holds bytes that may be for it.
 bool PointToPoint::depends_on(const LocalRequest& request, int peer) const {
     if (request.finished || peer == membership_.rank()) return false;
     if (request.outgoing) return peer == request.peer;
-    if (request.peer != kAnyone) return peer == request.peer && is_empty(peer);
+    if (request.peer != kAnyone) return peer == request.peer && unread(peer, membership_.rank()) == 0;
     // A receive from any rank waits as long as a ring holds bytes, or some rank that has not left may send. With a
     // claim its message may come from another host.
     bool all_left = !request.claim, all_empty = true;
     for (int rank = 0; rank < membership_.size(); ++rank) {
         all_left &= rank == membership_.rank() || membership_.has_left(rank);
-        all_empty &= is_empty(rank);  // loaded after has_left(): the messages that the rank sent before are visible
+        // Loaded after has_left(), so the messages that the rank has sent before are visible.
+        all_empty &= unread(rank, membership_.rank()) == 0;
     }
     return all_empty && (all_left || !membership_.has_left(peer));
 }

@@ -129,7 +129,7 @@ private:
     RingState& ring_state(int from, int to) const;
     std::byte* ring(int from, int to) const;
     void advance(std::uint64_t& count, std::size_t& offset, std::size_t bytes) const;
-    bool is_empty(int from) const;
+    std::uint64_t unread(int from, int to) const;
     bool is_blocked(int rank, const WaitGraph::Wait& wait) const;
     static WaitGraph::Wait wait_edge(const LocalRequest& request);
 

@@ -7,7 +7,7 @@
 namespace dist_prims {
 namespace {
 
-// Room for a repair in several rounds, and for 32 calls of grow() that fail, with up to three texts of a rank each.
+// Enough for a repair in several rounds, and for 32 calls of grow() that fail, each with up to three texts of a rank.
 std::size_t entry_count(int size) {
     return 64 + 128 * static_cast<std::size_t>(size);
 }
@@ -19,12 +19,12 @@ std::size_t area_bytes(int size) {
 }  // namespace
 
 struct SharedLog::Entry {
-    std::atomic<std::uint32_t> place;  // of a Head, from the first area, plus 1
+    std::atomic<std::uint32_t> place;  // the offset of a Head from the first area, plus 1; 0: no text
 };
 
-// The text follows.
+// In front of each text.
 struct SharedLog::Head {
-    std::uint32_t rank, length;
+    std::uint32_t rank, length;  // the rank that wrote the text, and its bytes
 };
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "ranks share atomics between processes");
@@ -43,15 +43,16 @@ SharedLog::Entry* SharedLog::entries() const {
 void SharedLog::append(const std::string& text) {
     const std::lock_guard lock(guard_);
     const std::uint32_t place = write(text);
-    for (std::size_t each = 0; each < entry_count(size_); ++each) {
+    for (std::size_t index = 0; index < entry_count(size_); ++index) {
         std::uint32_t none = 0;
-        if (entries()[each].place.compare_exchange_strong(none, place + 1, std::memory_order_acq_rel)) return;
+        if (entries()[index].place.compare_exchange_strong(none, place + 1, std::memory_order_acq_rel)) return;
     }
     throw std::length_error("rank " + std::to_string(rank_) +
                             ": the log of this group is full; end the processes and "
                             "start the group again");
 }
 
+// Writes a text into this rank's area; returns its offset from the first area.
 std::uint32_t SharedLog::write(const std::string& text) {
     const std::size_t needed = (sizeof(Head) + text.size() + alignof(Head) - 1) / alignof(Head) * alignof(Head);
     if (used_ + needed > area_bytes(size_))
@@ -70,8 +71,8 @@ std::uint32_t SharedLog::write(const std::string& text) {
 std::vector<std::pair<int, std::string>> SharedLog::read() const {
     std::vector<std::pair<int, std::string>> texts;
     const std::byte* const areas = place_ + entry_count(size_) * sizeof(Entry);
-    for (std::size_t each = 0; each < entry_count(size_); ++each) {
-        const std::uint32_t place = entries()[each].place.load(std::memory_order_acquire);
+    for (std::size_t index = 0; index < entry_count(size_); ++index) {
+        const std::uint32_t place = entries()[index].place.load(std::memory_order_acquire);
         if (place == 0) break;
         Head head;
         std::memcpy(&head, areas + place - 1, sizeof(head));

@@ -5,8 +5,11 @@
 //     areas     rank 0: text, text ...        each rank writes its texts into an area of its own
 //               rank 1: text ...
 //
-// A rank writes a text into its area and then appends it with one compare-and-swap of an entry. A rank that stops or
-// dies at any point therefore leaves the list complete: its text is in the list, or not.
+// A rank writes a text into its area and then appends it with one compare-and-swap of the first entry that is 0. A rank
+// that stops or dies at any point therefore leaves the list complete: its text is in the list, or not.
+//
+// Memory order, for any processor: the text is written before the swap (release), and a reader loads the entry before
+// the text (acquire). Entries never change again, so all ranks read the same list, or the beginning of it.
 #pragma once
 
 #include <cstddef>
@@ -43,7 +46,7 @@ private:
     const std::shared_ptr<const Mapping> memory_;
     std::byte* const place_;
     const int rank_, size_;
-    std::mutex guard_;
+    std::mutex guard_;      // of append()
     std::size_t used_ = 0;  // bytes of this rank's area
 };
 

@@ -14,17 +14,17 @@
 namespace dist_prims {
 namespace {
 
-constexpr std::size_t kFirstArena = 64 << 20;  // later ones are as large as all before them together
+constexpr std::size_t kFirstArena = 64 << 20;  // bytes; a later arena is as large as all before it together
 constexpr std::align_val_t kAlignment{64};     // of ordinary memory, as torch aligns it
 
 }  // namespace
 
 Exporter& Exporter::instance() {
     static std::atomic<Exporter*> current{nullptr};  // never destroyed: tensors may outlive every static object
-    Exporter* found = current.load(std::memory_order_acquire);
-    if (found && found->is_of_this_process()) return *found;
-    auto made = std::make_unique<Exporter>();
-    return current.compare_exchange_strong(found, made.get()) ? *made.release() : *found;
+    Exporter* exporter = current.load(std::memory_order_acquire);
+    if (exporter && exporter->is_of_this_process()) return *exporter;
+    auto fresh = std::make_unique<Exporter>();
+    return current.compare_exchange_strong(exporter, fresh.get()) ? *fresh.release() : *exporter;
 }
 
 std::byte* Exporter::allocate(std::size_t bytes) {
@@ -40,7 +40,7 @@ std::byte* Exporter::allocate(std::size_t bytes) {
     return block.data;
 }
 
-// Memory in an arena has no pages yet.
+// A new block. A block in an arena has no pages yet.
 Exporter::Block Exporter::take(std::size_t bytes) {
     constexpr std::size_t kPage = Arena::kPage;
     if (bytes > PTRDIFF_MAX - kPage) throw std::bad_alloc();
@@ -67,10 +67,10 @@ Exporter::Block Exporter::take(std::size_t bytes) {
 void Exporter::release(std::byte* data) noexcept {
     if (!is_of_this_process()) return;  // in a forked child it is not mapped
     std::unique_lock lock(mutex_);
-    const auto found = blocks_.find(data);
-    if (found == blocks_.end()) return;
-    const Block block = found->second;
-    blocks_.erase(found);
+    const auto entry = blocks_.find(data);
+    if (entry == blocks_.end()) return;
+    const Block block = entry->second;
+    blocks_.erase(entry);
     lock.unlock();
     if (!block.arena) return ::operator delete(block.data, kAlignment);
     block.arena->discard(block.data, block.bytes);
@@ -85,6 +85,7 @@ void Exporter::release(std::byte* data) noexcept {
     }
 }
 
+// The block that contains an address; null if there is none. Under the lock.
 Exporter::Block* Exporter::find(const std::byte* data) {
     const auto after = blocks_.upper_bound(data);
     if (after == blocks_.begin()) return nullptr;
@@ -103,10 +104,10 @@ void Exporter::withdraw(const std::byte* data, std::size_t bytes) {
     if (!is_of_this_process()) return;
     const std::lock_guard one_at_a_time(withdrawing_);
     std::unique_lock lock(mutex_);
-    Block* found = find(data);
-    if (!found || !found->arena || found->is_withdrawn) return;
-    found->is_withdrawn = true;
-    const Block block = *found;
+    Block* const entry = find(data);
+    if (!entry || !entry->arena || entry->is_withdrawn) return;
+    entry->is_withdrawn = true;
+    const Block block = *entry;
     lock.unlock();
     const auto begin = static_cast<std::size_t>(data - block.data);
     block.arena->make_private(block.data, block.bytes, begin, begin + bytes);

@@ -6,7 +6,8 @@
 //
 // When a call on shared tensors fails, a peer that was late or stopped may continue the call and write its results much
 // later. The memory is therefore withdrawn before the error is raised: its pages become private to this process, at the
-// same addresses, and the peer writes to pages of the arena that are never reused.
+// same addresses, and the peer writes to pages of the arena that are never reused. The phases of the slot exchange
+// order all accesses of other ranks.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +23,7 @@
 
 namespace dist_prims {
 
-// Allocates the shared tensors of this process.
+// Allocates the shared tensors of this process. Any thread may call it.
 class Exporter {
 public:
     // The exporter of this process. A forked child has none of its parent's memory and gets an exporter of its own.
@@ -36,8 +37,8 @@ public:
     // The reference of these bytes; empty if they lie in ordinary memory or were withdrawn.
     SharedTensorRef ref_of(const std::byte* data, std::size_t bytes);
 
-    // Withdraws the memory of a tensor from all other processes. The given bytes are the part of the tensor on which a
-    // call failed. Does nothing if they are not shared.
+    // Withdraws the memory of the whole tensor that contains these bytes from all other processes. A call has failed on
+    // the bytes. Does nothing if they are not shared.
     void withdraw(const std::byte* data, std::size_t bytes);
 
 private:
@@ -54,18 +55,18 @@ private:
     const int owner_ = this_process();
     std::mutex mutex_;
     std::vector<std::unique_ptr<Arena>> arenas_;  // for the life of the process: peers may have them mapped
-    std::map<const std::byte*, Block> blocks_;    // by where their data begins
-    std::mutex withdrawing_;                      // a second withdrawal returns when the first is complete
+    std::map<const std::byte*, Block> blocks_;    // by their data
+    std::mutex withdrawing_;                      // held during a withdrawal: a second one waits for the first
 };
 
-// Maps the shared tensors of other processes.
+// Maps the shared tensors of other processes. Only the thread that runs a collective of the group calls it.
 class Importer {
 public:
     // The mapped arena of a tensor of `process`; null if the arena cannot be opened or mapped.
     std::shared_ptr<const Mapping> map(int process, const SharedTensorRef& tensor_ref);
 
-    // Whether all ranks are known to have mapped the arena. All ranks learn that in the same phase, so the answer is
-    // the same on all of them.
+    // Whether the ranks have agreed that all of them have mapped the arena. They agree in a phase, so the answer is the
+    // same on all of them.
     bool is_agreed(const SharedTensorRef& tensor_ref) const { return agreed_.contains(tensor_ref.file); }
     void agree(const SharedTensorRef& tensor_ref) { agreed_.insert(tensor_ref.file); }
 

@@ -48,18 +48,18 @@ void Stamps::announce(SlotExchange& slots) const {
 }
 
 std::vector<Stamps::Announcement> Stamps::announced(const SlotExchange& slots) {
-    std::vector<Announcement> found(static_cast<std::size_t>(slots.size()));
+    std::vector<Announcement> announcements(static_cast<std::size_t>(slots.size()));
     for (int rank = 0; rank < slots.size(); ++rank)
-        std::memcpy(&found[static_cast<std::size_t>(rank)], slots.theirs(rank), sizeof(Announcement));
-    return found;
+        std::memcpy(&announcements[static_cast<std::size_t>(rank)], slots.theirs(rank), sizeof(Announcement));
+    return announcements;
 }
 
 Stamps::All Stamps::map_tensors(HostSegment& host_segment, const std::vector<Announcement>& announced) const {
     std::vector<SharedTensorRef> tensor_refs;
     All all;
-    for (const Announcement& each : announced) {
-        tensor_refs.push_back(each.tensor_ref);
-        all.tokens.push_back(each.token);
+    for (const auto& [tensor_ref, token] : announced) {
+        tensor_refs.push_back(tensor_ref);
+        all.tokens.push_back(token);
     }
     all.mapped = dist_prims::map_tensors(host_segment, tensor_refs, page_);
     return all;

@@ -1,11 +1,15 @@
-// Stamps tell which pieces of an incremental sum each rank has added: one stamp for each piece, in a shared page of
-// each sum and rank.
+// Stamps tell which pieces of an incremental sum each rank has added: one word for each piece, in a shared page of each
+// sum and rank.
 //
-// A stamp is the token of its sum and rank, a random number, plus the number of the round. The token is below 2^63, so
-// a stamp is never 0, which is what new memory holds. At the end of a round the ranks exchange their tokens and the
-// locations of their stamps, so a value that an earlier sum or another tensor left in the same memory is not taken for
-// a stamp. A first design kept the stamps in front of the data and stamped with the round alone; a second sum on the
-// same data found the stamps of the first.
+// A stamp is the token of its sum and rank, a random number, plus the number of the round, which begins at 1. So a
+// stamp is never 0, which is what new memory holds. At the end of a round the ranks exchange their tokens and the
+// locations of their stamps. Values that an earlier sum or another tensor has left in the same memory therefore do not
+// count. A first design kept the stamps in front of the data and stamped with the round alone; a second sum on the same
+// data found the stamps of the first.
+//
+// Memory order, for any processor: a rank writes the data of a piece (and ends copies past the cache) before it stores
+// the stamp (release); a reader loads all stamps of the piece before it reads the data (acquire). The end of a round
+// needs no stamps: its phases order the data.
 #pragma once
 
 #include <atomic>
@@ -29,9 +33,9 @@ public:
     // The stamps of all ranks, mapped in this process.
     struct All {
         MappedTensors mapped;
-        std::vector<std::uint64_t> tokens;
+        std::vector<std::uint64_t> tokens;  // by rank
 
-        // Whether all ranks have stamped a piece.
+        // Whether all ranks have stamped a piece. False for the pieces from kCount on, which have none.
         bool are_set(std::size_t number, std::uint64_t round) const;
     };
 
@@ -42,10 +46,10 @@ public:
 
     void set(std::size_t number, std::uint64_t round);
 
-    // announce() is called before a phase and announced() after it.
+    // announce() writes the announcement of this rank before a phase; announced() reads those of all ranks after it.
     void announce(SlotExchange& slots) const;
     static std::vector<Announcement> announced(const SlotExchange& slots);
-    // Maps the stamps of all ranks; empty if some rank cannot map another's. All ranks call it in the same phase.
+    // Maps the stamps of all ranks, as map_tensors() of in_place.h.
     All map_tensors(HostSegment& host_segment, const std::vector<Announcement>& announced) const;
 
 private:
