@@ -8,8 +8,8 @@ then still in the cache, and its memory is free for the next one::
     rank 0's bucket   | sums: 0 defers its part | 0's part, for 1 to add  |
     rank 1's bucket   | 1's part, for 0 to add  | sums: 1 defers its part |    in the end each half is sums in both
 
-With one peer a rank so copies one half of the numbers and reads the other half back, where it would copy all and read
-all. No rank waits: gradients that come too late are added when the bucket is sent.
+So with one peer a rank copies one half of the numbers and reads the other half back, instead of copying and reading all
+of them. No rank waits: gradients that come too late are added when the bucket is sent.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class IncrementalSum:
     def of(
         flat: torch.Tensor, views: Sequence[torch.Tensor], before: IncrementalSum | None, limit: int, backend: Any
     ) -> IncrementalSum | None:
-        """None if the backend cannot sum the bucket in place, or the bucket is small. The rest of the bucket ``before``
-        is added when gradients come to this one. All buckets together defer ``limit`` bytes of gradients at most."""
+        """The sum of a bucket with this memory; None if the backend cannot sum it in place, or the bucket is small. The
+        rest of the bucket ``before`` is added when gradients come to this one. All buckets together defer ``limit``
+        bytes of gradients at most."""
         if flat.nbytes < _LARGE or backend.size() == 1:
             return None
         tensor = backend.incremental_reduce(flat, limit, before and before._tensor)
@@ -55,7 +56,7 @@ class IncrementalSum:
         return self._tensor.put(number, view, gradient, share)
 
     def is_shown(self) -> bool:
-        """Whether other ranks may have read some of it."""
+        """Whether other ranks may have read some of its gradients."""
         return self._tensor.is_shown()
 
     def send(self, ahead: bool) -> dist.Work:

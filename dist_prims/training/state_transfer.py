@@ -53,9 +53,6 @@ def transfer(state: Any, source: int, group: dist.ProcessGroup, take: bool) -> A
 
     All ranks of the group call this; only the state of ``source`` is used. If it has an object that is neither a tensor
     nor plain (see plain_values.py), that rank raises TypeError, and the others raise MismatchError.
-
-    >>> transfer({"a": [torch.ones(2), 3]}, 0, dist.group.WORLD, take=True)
-    {'a': [tensor([1., 1.]), 3]}
     """
     tensors: list[torch.Tensor] = []
     sent: Any = None

@@ -11,9 +11,6 @@ A compressor is given to ``GradientAverager(compress=...)``, as an object or by 
 - a gradient that is not finite on one rank is not finite on any rank afterwards, so that a ``GradScaler`` sees it.
   What was lost is kept in the scale of the gradients: a scaler that halves its scale doubles it for one step;
 - on a group of one rank nothing is sent and nothing changes.
-
->>> make("int8")
-Int8(block=512, stochastic=False, seed=0, feedback=True)
 """
 
 from __future__ import annotations

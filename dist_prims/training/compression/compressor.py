@@ -1,10 +1,4 @@
-"""A bucket (gradients sent in one message) and the interface of a compressor of buckets.
-
->>> flat = torch.arange(6.0)
->>> Bucket(index=0, flat=flat, views=[flat[:4].view(2, 2), flat[4:]]).views[0]
-tensor([[0., 1.],
-        [2., 3.]])
-"""
+"""A bucket (gradients sent in one message) and the interface of a compressor of buckets."""
 
 from __future__ import annotations
 
@@ -78,11 +72,6 @@ class Exact:
 
     Dividing first costs nothing there, keeps float16 from overflow, and is what DistributedDataParallel does: so the
     bits are the same.
-
-    >>> bucket = Bucket(0, torch.ones(3), [])
-    >>> Exact().start(bucket, None)()
-    >>> bucket.flat
-    tensor([1., 1., 1.])
     """
 
     def start(self, bucket: Bucket, group: dist.ProcessGroup | None) -> Callable[[], None]:

@@ -20,14 +20,13 @@ class Half(Exchange):
     Half(dtype=torch.bfloat16, feedback=True)
     """
 
+    options = ("dtype",)
+
     def __init__(self, dtype: torch.dtype = torch.bfloat16, *, feedback: bool = True) -> None:
         if dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"Half(dtype={dtype}): torch.float16 or torch.bfloat16")
         super().__init__(feedback=feedback)
         self.dtype = dtype
-
-    def __repr__(self) -> str:
-        return f"Half(dtype={self.dtype}, feedback={self.feedback.enabled})"
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.to(self.dtype).view(torch.uint8)

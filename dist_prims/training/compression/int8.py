@@ -27,16 +27,14 @@ class Int8(Exchange):
     1016
     """
 
+    options = ("block", "stochastic", "seed")
+
     def __init__(self, block: int = 512, *, stochastic: bool = False, seed: int = 0, feedback: bool = True) -> None:
         if block < 1:
             raise ValueError(f"Int8(block={block}): a block has at least one element")
         super().__init__(feedback=feedback)
         self.block, self.stochastic, self.seed = block, stochastic, seed
         self._chance: dict[torch.device, torch.Generator] = {}
-
-    def __repr__(self) -> str:
-        options = f"block={self.block}, stochastic={self.stochastic}, seed={self.seed}"
-        return f"Int8({options}, feedback={self.feedback.enabled})"
 
     def reset(self) -> None:
         """Forget what was lost, and draw from the beginning."""

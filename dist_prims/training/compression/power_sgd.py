@@ -39,6 +39,8 @@ class PowerSGD(Staged):
     (True, False)
     """
 
+    options = ("rank", "warm_up", "seed")
+
     def __init__(self, rank: int = 4, *, warm_up: int = 100, seed: int = 0, feedback: bool = True) -> None:
         if rank < 1 or warm_up < 0:
             raise ValueError(f"PowerSGD(rank={rank}, warm_up={warm_up}): at least rank 1, and 0 or more steps")
@@ -47,10 +49,6 @@ class PowerSGD(Staged):
         self._steps: dict[int, int] = {}
         self._steps_before = 0
         self._starts: dict[tuple[int, int], torch.Tensor] = {}
-
-    def __repr__(self) -> str:
-        options = f"rank={self.rank}, warm_up={self.warm_up}, seed={self.seed}"
-        return f"PowerSGD({options}, feedback={self.feedback.enabled})"
 
     def reset(self) -> None:
         """Forget what was lost and where the iteration stands; the steps of warm-up that are done stay done."""

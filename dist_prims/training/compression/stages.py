@@ -38,6 +38,7 @@ class Staged(ABC):
     """
 
     rounds: ClassVar[int] = 2  # collectives one after the other
+    options: ClassVar[tuple[str, ...]] = ()  # the arguments of the class besides ``feedback``
 
     def __init__(self, *, feedback: bool = True) -> None:
         self.feedback = Feedback(feedback)
@@ -52,9 +53,10 @@ class Staged(ABC):
     def stages(self, bucket: Bucket, group: dist.ProcessGroup | None, size: int) -> Iterator[Any]:
         """Turn ``bucket.flat`` into the mean, yielding each work that is to be waited for; ``size`` is 2 or more."""
 
-    @abstractmethod
     def __repr__(self) -> str:
         """The class and its arguments, which must be the same on all ranks."""
+        options = "".join(f"{name}={getattr(self, name)}, " for name in self.options)
+        return f"{type(self).__name__}({options}feedback={self.feedback.enabled})"
 
     def start(self, bucket: Bucket, group: dist.ProcessGroup | None) -> Callable[[], None]:
         """Begin to turn ``bucket.flat`` into the mean over the ranks; the callable returned waits and writes it.

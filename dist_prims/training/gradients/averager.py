@@ -43,13 +43,12 @@ from ..group_duplicates import duplicate, end_groups, ranks_of
 from ..mixed_precision import agree_on_overflow, unscale
 from ..state_transfer import broadcast_coalesced
 from .averaging import Averaging
-from .backward_end import Ending
+from .backward_end import Ending, within_a_backward
 from .clipping import clip
 from .compressor_choice import compressor_of, describe, give_up, refuse_shared, restart, take
 from .gradient_hook import hook_gradient
 from .initial_sync import check_same_model
 from .model_changes import ModelWatch
-from .nested_backward import within_a_backward
 from .ownership import assign, predecessors, release
 from .sparse import announced_sparse
 from .torch_averaging import averaging_problem

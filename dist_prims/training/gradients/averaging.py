@@ -31,15 +31,6 @@ class Averaging:
         names, parameters: of the model; ``group``: for these gradients alone.
         compressor: averages the buckets; ``limit``: bytes of a bucket.
         sparse: the numbers of the parameters that are known to have sparse gradients.
-
-    >>> weight = torch.nn.Parameter(torch.ones(2))
-    >>> averaging = Averaging(["weight"], [weight], dist.group.WORLD, Exact(), 2**20)
-    >>> averaging.begin()
-    >>> weight.grad = torch.ones(2)
-    >>> averaging.count(0)
-    >>> averaging.end()
-    >>> weight.grad
-    tensor([1., 1.])
     """
 
     def __init__(
@@ -158,8 +149,8 @@ class Averaging:
         return presence
 
     def _apply(self, presence: Presence | None, share: float, only_zeros: bool) -> None:
-        """Set the gradients that a bucket does not set: on this rank, none of which has arrived, or sparse, or of
-        parameters that were frozen. ``share``: the factor of a sum."""
+        """Set each ``.grad`` as the ranks have agreed: to the mean in the bucket, also where this rank had no gradient.
+        Gradients that have no place in a bucket are averaged now; ``share`` is the factor of their sum."""
         if presence is None:
             return
         dense, sparse = presence.of_kind(DENSE), presence.of_kind(SPARSE)

@@ -39,19 +39,19 @@ def plan(parameters: Sequence[torch.Tensor], order: Sequence[int], limit: int) -
     >>> plan([torch.ones(2), torch.ones(2).double(), torch.ones(2)], [0, 1, 2], limit=16)
     [[1], [0, 2]]
     """
-    found: list[tuple[int, list[int]]] = []  # when it is full, its parameters
-    latest: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}  # bucket, bytes
+    buckets: list[tuple[int, list[int]]] = []  # of each the place in ``order`` at which it is full, and its parameters
+    latest: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}  # the bucket that is filled, and its bytes
     for position, number in enumerate(order):
         parameter = parameters[number]
         kind = parameter.dtype, parameter.device
-        bucket, nbytes = latest.get(kind, (len(found), 0))
+        bucket, nbytes = latest.get(kind, (len(buckets), 0))
         if nbytes and nbytes + parameter.nbytes > limit:
-            bucket, nbytes = len(found), 0
-        if bucket == len(found):
-            found.append((position, []))
-        found[bucket] = (position, [*found[bucket][1], number])
+            bucket, nbytes = len(buckets), 0
+        if bucket == len(buckets):
+            buckets.append((position, []))
+        buckets[bucket] = (position, [*buckets[bucket][1], number])
         latest[kind] = bucket, nbytes + parameter.nbytes
-    return [numbers for _, numbers in sorted(found)]
+    return [numbers for _, numbers in sorted(buckets)]
 
 
 def lay_out(parameters: Sequence[torch.Tensor], members: list[list[int]], group: dist.ProcessGroup) -> BucketLayout:

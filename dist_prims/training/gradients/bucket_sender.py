@@ -28,18 +28,6 @@ class BucketSender:
     Args:
         parameters: of the model; a parameter has a number, its place here.
         compressor: averages the buckets; ``limit``: bytes of a bucket; ``group``: the ranks.
-
-    >>> weight = torch.ones(2, requires_grad=True)
-    >>> from ..compression.compressor import Exact
-    >>> sender = BucketSender([weight], Exact(), 2**20, dist.group.WORLD)
-    >>> sender.follow([0])
-    >>> weight.grad = torch.ones(2)
-    >>> sender.arrive(0, 0.5)
-    True
-    >>> sender.send_full()
-    >>> sender.wait()
-    >>> weight.grad
-    tensor([0.5000, 0.5000])
     """
 
     def __init__(

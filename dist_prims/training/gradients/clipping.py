@@ -11,12 +11,7 @@ __all__: list[str] = []
 
 @torch.no_grad()
 def clip(gradients: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
-    """Scale gradients in place so that their common norm is at most ``max_norm``; return the norm before.
-
-    >>> gradient = torch.tensor([3.0, 4.0])
-    >>> clip([gradient], 1.0, 2.0), gradient
-    (tensor(5.), tensor([0.6000, 0.8000]))
-    """
+    """Scale gradients in place so that their common norm is at most ``max_norm``; return the norm before."""
     values = [each if each.layout == torch.strided else each.coalesce().values() for each in gradients]
     total = torch.nn.utils.get_total_norm(values, norm_type)
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)

@@ -18,11 +18,7 @@ _OWNERS: weakref.WeakValueDictionary[int, GradientAverager] = weakref.WeakValueD
 
 
 def compressor_of(compress: str | Compressor | None) -> Compressor:
-    """The compressor that the argument ``compress`` of an averager names.
-
-    >>> type(compressor_of(None)).__name__, type(compressor_of("int8")).__name__
-    ('Exact', 'Int8')
-    """
+    """The compressor that the argument ``compress`` of an averager names."""
     if compress is None:
         return Exact()
     if isinstance(compress, str):

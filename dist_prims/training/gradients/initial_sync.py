@@ -31,10 +31,6 @@ def check_same_model(
 ) -> str:
     """Return a new name, the same on all ranks, when all have tensors of the same names, shapes and dtypes and the same
     settings; otherwise raise on every rank. ValueError if the model is sharded already, or has a DTensor.
-
-    >>> named = torch.nn.Linear(2, 1).named_parameters()
-    >>> len(check_same_model("GradientAverager", ["bucket_mb=25"], named, dist.group.WORLD))
-    33
     """
     tensors = list(named)
     failure = failure or dtensor_problem(operation, tensors, group)

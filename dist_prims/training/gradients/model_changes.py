@@ -30,15 +30,7 @@ _watched: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[ModelWatch]] = 
 
 
 class ModelWatch:
-    """Observes the model of an averager until :meth:`end`; the averager keeps it alive.
-
-    >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1))
-    >>> watch = ModelWatch(model, rank=0)
-    >>> torch.nn.parallel.DistributedDataParallel(model)  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    ValueError: rank 0: DistributedDataParallel: a GradientAverager averages the gradients of this model already, ...
-    >>> watch.end()
-    """
+    """Observes the model of an averager until :meth:`end`; the averager keeps it alive."""
 
     def __init__(self, model: torch.nn.Module, rank: int) -> None:
         self.rank = rank

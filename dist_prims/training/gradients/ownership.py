@@ -32,11 +32,7 @@ class _Keeper:
 
 
 def averager_of(parameter: torch.Tensor) -> GradientAverager | None:
-    """The averager that a parameter has.
-
-    >>> averager_of(torch.nn.Parameter(torch.ones(1))) is None
-    True
-    """
+    """The averager that a parameter has."""
     keeper = vars(parameter).get(_ATTRIBUTE)
     return keeper.averager if isinstance(keeper, _Keeper) else None
 

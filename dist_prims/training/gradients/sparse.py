@@ -25,11 +25,6 @@ def announced_sparse(model: torch.nn.Module, parameters: Sequence[torch.Tensor])
 def sparse_mean(parameter: torch.Tensor, share: float, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum over the ranks of ``share`` times each one's gradient, coalesced, with the same bits on every rank; a
     rank that has none takes part with nothing.
-
-    >>> layer = torch.nn.Embedding(5, 2, sparse=True)
-    >>> layer(torch.tensor([3, 3])).sum().backward()
-    >>> sparse_mean(layer.weight, 1.0, dist.group.WORLD).values()
-    tensor([[2., 2.]])
     """
     own = parameter.grad if parameter.grad is not None else _nothing(parameter)
     own = own.coalesce()

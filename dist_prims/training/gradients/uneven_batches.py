@@ -71,13 +71,7 @@ class NextStep(NamedTuple):
 
 @dataclass(eq=False)
 class Joining:
-    """An averager in ``join()``, and all others with it.
-
-    >>> part = ShadowSteps("a name", True, lambda kind, factor: None, lambda rank: None)
-    >>> with join(part, dist.group.WORLD, lambda: dist.group.WORLD) as joining:
-    ...     joining.announce(STEP)
-    1.0
-    """
+    """An averager in ``join()``, and all others with it."""
 
     part: ShadowSteps
     given: dist.ProcessGroup  # the ranks of the averager
@@ -97,10 +91,8 @@ _nested = threading.local()
 
 @contextmanager
 def join(part: ShadowSteps, given: dist.ProcessGroup, channel: Callable[[], dist.ProcessGroup]) -> Iterator[Joining]:
-    """The context of ``GradientAverager.join()``.
-
-    ``given``: the ranks; ``channel()`` makes a group of them for the announcements, if this is the outermost join().
-    """
+    """The context of ``GradientAverager.join()``. ``given``: the ranks; ``channel()`` makes a group of them for the
+    announcements, if this is the outermost join()."""
     contexts: Contexts = vars(_nested).get("contexts") or Contexts()
     joined = contexts.entered
     _check(part, given, contexts)

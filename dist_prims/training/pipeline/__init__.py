@@ -6,21 +6,11 @@
     dist_prims.init("dist_prims")
     stages = split(model, torch.distributed.get_world_size(), sample=inputs[:4])
     pipeline = Pipeline(stages, "1f1b", loss=torch.nn.functional.cross_entropy, num_microbatches=8)
-    loss = pipeline.step(inputs, targets)           # gradients are in .grad; the loss is the same on every rank
+    optimizer = torch.optim.SGD(pipeline.parameters())  # of the stages of this rank
+    loss = pipeline.step(inputs, targets)               # gradients are in .grad; the loss is the same on every rank
 
-The plans are data (:mod:`dist_prims.schedules.pipelines`): proved before they are run, priced and drawn. The executor:
-
-    action_executor.py      the work of each action, the share of its micro-batch in the loss, times
-      loss_weights.py       loss and metrics: the weight of a micro-batch in the batch
-      outside_gradients.py  gradients of the inputs and targets
-      stage.py              one stage: forward, backward, and the tensors it keeps between them
-      split_backward.py     the gradients of the weights apart from the gradient of the input
-      running_statistics.py batch norm: updated once a batch
-      averaging.py          data parallel on top: the gradients of a stage averaged once a step
-    processes.py            stages in processes: Pipeline           transfer.py, packet.py    their messages
-      given_stages.py       the stages of a rank, and what ranks compare
-      shared_tensors.py     tensors of which several ranks have copies
-    devices.py              stages on devices of one process: DevicePipeline
+The plans are data (:mod:`dist_prims.schedules.pipelines`): proved before they are run, priced and drawn.
+``docs/architecture.md`` has the files of the executor in the order in which a batch passes through them.
 """
 
 from .chain import Chain, Pop, Stash

@@ -32,13 +32,8 @@ _Owner = TypeVar("_Owner", bound="Owner")
 
 
 def make_plan(plan: str | PipelinePlan, ranks: int, num_microbatches: int | None, stages: int | None) -> PipelinePlan:
-    """The plan of a name, or the plan itself; ValueError if it does not fit or its proof fails.
-
-    Args:
-        plan: a plan, or the name of a schedule; ``ranks``: their number.
-        num_microbatches: None: those of the plan, or for a name 2 a rank.
-        stages: the number of stages; None: those of the plan.
-    """
+    """The plan of a name, or the plan itself; ValueError if it does not fit the other arguments or its proof fails.
+    None: any number that the plan has; for a name 2 micro-batches a rank, and the schedule's number of stages."""
     if isinstance(plan, str):
         if stages is not None and stages % ranks:
             raise ValueError(
@@ -59,11 +54,7 @@ def make_plan(plan: str | PipelinePlan, ranks: int, num_microbatches: int | None
 
 
 def in_order(plan: PipelinePlan) -> list[Action]:
-    """All actions in one order, about the order of time, in which each comes after what it needs.
-
-    >>> [str(action)[:1] for action in in_order(pipeline_plan("1f1b", ranks=2, num_microbatches=1))]
-    ['F', 'F', 'B', 'B']
-    """
+    """All actions in one order, about the order of time, in which each comes after what it needs."""
     rows = sorted(plan.cost().rows, key=lambda row: (row.end, row.rank))
     return [Action(row.kind, row.stage, row.micro) for row in rows]
 

@@ -23,14 +23,7 @@ Complete = Callable[[Iterable[torch.Tensor]], None]
 
 
 class AverageOnce:
-    """Reports to the averagers of a rank's stages which gradients are complete, by the actions that are done.
-
-    >>> stages = {0: torch.nn.Linear(2, 1), 1: torch.nn.Linear(1, 1)}
-    >>> once = AverageOnce(stages)
-    >>> with once.step():  # no stage has an averager
-    ...     once.expect([Action("F", 0, 0), Action("BW", 0, 0)])
-    ...     once.done(Action("BW", 0, 0))
-    """
+    """Reports to the averagers of a rank's stages which gradients are complete, by the actions that are done."""
 
     def __init__(self, stages: Mapping[int, torch.nn.Module]) -> None:
         self._stages = stages

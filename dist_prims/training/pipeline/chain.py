@@ -165,13 +165,7 @@ _PASSING = (Stash, nn.Identity, nn.Flatten, nn.Unflatten)  # their output is the
 
 
 def call(layer: nn.Module, x: Any, kept: dict[str, torch.Tensor]) -> Any:
-    """One layer of a chain, whose kept values are ``kept``.
-
-    >>> kept = {}
-    >>> x = call(Stash("a"), torch.ones(1), kept)
-    >>> call(Pop("a"), x, kept)
-    tensor([2.])
-    """
+    """One layer of a chain, whose kept values are ``kept``."""
     if isinstance(layer, Pop):
         return layer(x, kept[layer.name])
     if not isinstance(layer, Stash):

@@ -83,6 +83,7 @@ class DevicePipeline(Owner):
         self._job.begin(batch)
         if with_loss:
             self._job.set_targets(batch, targets, self._device_of[-1])
+        # Tensors on their way to a device, by the kind of action, the stage and the micro-batch that need them.
         on_their_way = {
             ("F", 0, micro): self._copies.start(leaves, self._device_of[0])
             for micro, leaves in enumerate(batch.inputs.micro_batches)
@@ -121,8 +122,8 @@ class _Copies:
         self._streams = {each: torch.cuda.Stream(each) for each in devices if each.type == "cuda"}
 
     def start(self, tensors: Tensors, device: torch.device, apart: bool = False) -> _Copy:
-        """``apart``: in memory of their own, since a stage that begins in place would change a tensor of the one
-        before."""
+        """Begin to copy tensors to a device. ``apart``: tensors that are there already are copied, too: a stage that
+        begins in place would change a tensor of the stage before."""
         moved = []
         streams: dict[torch.device, torch.cuda.Stream] = {}
         for each in tensors:
@@ -137,10 +138,11 @@ class _Copies:
                         each.record_stream(stream)  # and not be freed before it is copied
                     stack.enter_context(torch.cuda.stream(stream))
                 moved.append(each.detach().to(device, non_blocking=True))
-        found = tuple(copy.requires_grad_(each.requires_grad) for copy, each in zip(moved, tensors, strict=True))
-        return _Copy(found, device, list(streams.values())[-1].record_event() if streams else None)
+        copies = tuple(copy.requires_grad_(each.requires_grad) for copy, each in zip(moved, tensors, strict=True))
+        return _Copy(copies, device, list(streams.values())[-1].record_event() if streams else None)
 
     def finish(self, copy: _Copy) -> Tensors:
+        """The copied tensors, for which the current stream of the device waits."""
         if copy.done is not None and copy.device.type == "cuda":
             stream = torch.cuda.current_stream(copy.device)
             stream.wait_event(copy.done)

@@ -17,6 +17,7 @@ Stages = Sequence[torch.nn.Module] | Mapping[int, torch.nn.Module]  # all in ord
 
 
 def count_stages(stages: Stages, ranks: int) -> int:
+    """The stages of all ranks; where a rank is given only its own ones, all have as many."""
     return len(stages) * ranks if isinstance(stages, Mapping) else len(stages)
 
 
@@ -25,24 +26,19 @@ def own_stages(stages: Stages, plan: PipelinePlan, rank: int) -> dict[int, torch
     numbers = [stage for stage in range(plan.stages) if plan.rank_of[stage] == rank]
     if isinstance(stages, Mapping) and sorted(stages) != numbers:
         raise ValueError(f"pipeline: rank {rank} is given stages {sorted(stages)}; by {plan.name} it has {numbers}")
-    every = stages.items() if isinstance(stages, Mapping) else enumerate(stages)
-    for number, module in every:
+    for number, module in stages.items() if isinstance(stages, Mapping) else enumerate(stages):
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"pipeline: stage {number} is a {type(module).__name__}; it must be a torch.nn.Module")
     return {number: stages[number] for number in numbers}
 
 
 def device_of(own: Mapping[int, torch.nn.Module]) -> torch.device:
+    """The device of the first parameter or buffer of a rank's stages; the CPU if they have none."""
     tensors = (each for module in own.values() for each in (*module.parameters(), *module.buffers()))
     return next((each.device for each in tensors), torch.device("cpu"))
 
 
-def describe(
-    plan: PipelinePlan,
-    objective: Objective,
-    stages: Stages,
-    device: torch.device,
-) -> str:
+def describe(plan: PipelinePlan, objective: Objective, stages: Stages, device: torch.device) -> str:
     """What all ranks must have in common."""
     order = zlib.crc32(repr((plan.rank_of, plan.actions)).encode())
     cut = "" if isinstance(stages, Mapping) else f", cut {_cut(stages):08x}"
@@ -62,12 +58,7 @@ def _cut(stages: Sequence[torch.nn.Module]) -> int:
 
 
 def shared_stages(stages: Stages, loss: torch.nn.Module | None, plan: PipelinePlan) -> list[SharedTensor]:
-    """What stages of different ranks share, and the loss, which is on the rank of the last stage.
-
-    >>> from dist_prims.schedules.pipelines import pipeline_plan
-    >>> shared_stages([torch.nn.Linear(1, 1)] * 2, None, pipeline_plan("1f1b", 2, 2))[0].where
-    'weight in stage 0 and weight in stage 1'
-    """
+    """What stages of different ranks share, and the loss, which is on the rank of the last stage."""
     if isinstance(stages, Mapping):
         return []
     parts: list[list[tuple[str, torch.nn.Module]]] = [[("", stage)] for stage in stages]

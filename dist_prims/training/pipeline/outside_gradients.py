@@ -53,10 +53,7 @@ class Leaves:
 
 
 def give_back(*batches: Leaves) -> None:
-    """Pass the gradients of the micro-batches to the batch, in one backward.
-
-    >>> give_back(Leaves((torch.ones(1),), [(torch.ones(1),)]))
-    """
+    """Pass the gradients of the micro-batches to the batch, in one backward."""
     pairs = [pair for batch in batches for pair in batch.gradients()]
     if pairs:
         torch.autograd.backward([whole for whole, _ in pairs], [grad for _, grad in pairs])

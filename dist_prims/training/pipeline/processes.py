@@ -1,14 +1,5 @@
 """A pipeline over processes: each rank executes its part of a plan.
 
-    ranks = dist.get_world_size()
-    stages = split(model, ranks)                                    # or a list of your own
-    pipeline = Pipeline(stages, "1f1b", loss=F.cross_entropy, num_microbatches=8)
-    optimizer = torch.optim.SGD(pipeline.parameters())              # of the stages of this rank
-    for inputs, targets in batches:
-        optimizer.zero_grad()
-        loss = pipeline.step(inputs, targets)                       # the same on every rank
-        optimizer.step()
-
 Every rank makes the same calls. The rank of the first stage reads the inputs, and the rank of the last stage the
 targets; what other ranks give is ignored, so all may give the whole batch. A rank that fails in its stage sends the
 error instead of its results: all ranks raise, and the group can go on with the next step. A rank that leaves a call by

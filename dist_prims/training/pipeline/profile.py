@@ -4,12 +4,6 @@ A layer is run by itself on its real input, so that forward and backward can be 
 figures, since a plan may move them apart: the gradient of the input, for which the stage before waits, and
 that of the weights, for which no stage waits, measured as the time of the whole backward minus that of the input's
 alone. Profiling leaves gradients, statistics and random states as they were.
-
->>> costs = profile(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(4, 8))
->>> [(cost.name, cost.parameter_bytes, cost.activation_bytes) for cost in costs]
-[('0', 288, 128), ('1', 0, 128), ('2', 72, 0)]
->>> costs[0].input_grad  # the sample requires no gradient
-0.0
 """
 
 from __future__ import annotations

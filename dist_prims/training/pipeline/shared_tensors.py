@@ -1,14 +1,4 @@
-"""Tensors that stages on different ranks share: each rank has a copy, and training may let the copies differ.
-
->>> first, second = nn.Linear(2, 2), nn.Linear(2, 2)
->>> second.weight = first.weight
->>> shared = shared_tensors([[("0", first)], [("1", second)]], rank_of=[0, 1])
->>> shared[0].where
-'0.weight in stage 0 and 1.weight in stage 1'
->>> first.weight.requires_grad_(False)[0, 0] is None
-False
->>> refuse_trained("split", shared, "let one stage have both")
-"""
+"""Tensors that stages on different ranks share: each rank has a copy, and training may let the copies differ."""
 
 from __future__ import annotations
 

@@ -198,11 +198,7 @@ class _Deferred(torch.autograd.Function):
 
 
 def layer_of(node: Any) -> _Layer | None:
-    """The layer whose weight gradients a node of autograd's graph defers.
-
-    >>> layer_of((torch.ones(1, requires_grad=True) * 2).grad_fn) is None
-    True
-    """
+    """The layer whose weight gradients a node of autograd's graph defers."""
     layer = getattr(node, "layer", None)
     return layer if isinstance(layer, _Layer) else None
 

@@ -2,11 +2,6 @@
 
 A pipeline is as fast as its slowest stage, so the cut is an optimisation problem: of all ways to cut a list of costs
 into consecutive parts, find the one whose largest part is smallest. Dynamic programming finds it in milliseconds.
-
->>> balance([5, 1, 1, 1, 5], stages=3)
-[1, 3, 1]
->>> [stage.names for stage in split(nn.Sequential(nn.Linear(2, 9), nn.ReLU(), nn.Linear(9, 1)), 2, by=[2, 1])]
-[('0', '1'), ('2',)]
 """
 
 from __future__ import annotations

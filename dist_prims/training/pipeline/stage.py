@@ -25,11 +25,7 @@ Loss = Callable[[Tensors], tuple[torch.Tensor, torch.Tensor]]  # the root of the
 
 
 def as_tuple(found: Any, what: str) -> Tensors:
-    """A tensor, or a sequence of them, as a tuple.
-
-    >>> as_tuple(torch.ones(1), "an input")
-    (tensor([1.]),)
-    """
+    """A tensor, or a sequence of them, as a tuple."""
     several = (found,) if isinstance(found, torch.Tensor) else found
     if not isinstance(several, (tuple, list)) or not all(isinstance(each, torch.Tensor) for each in several):
         raise TypeError(f"{what} is a {type(found).__name__}; it must be a tensor or a tuple of tensors")
@@ -38,24 +34,26 @@ def as_tuple(found: Any, what: str) -> Tensors:
 
 @dataclass
 class _Saved:
-    """The tensors of a micro-batch that a stage keeps until its backward."""
+    """What a stage keeps of a micro-batch until its backward."""
 
-    inputs: Tensors
+    inputs: Tensors  # leaves, in which autograd stores the gradients
     loss: Loss | None
-    later: Later | None
-    again: _Random | None = None  # the random states for a recomputation
-    roots: Tensors = ()  # of the backward
+    later: Later | None  # where the gradients of the weights are deferred to
+    again: _Random | None = None  # the random states, if the backward computes the forward again
+    roots: Tensors = ()  # from which the backward begins: the outputs, or the loss
     grad: torch.Tensor | None = None  # of the loss
-    wanted: tuple[bool, ...] = ()  # of each, whether a gradient is to come for it
+    wanted: tuple[bool, ...] = ()  # of each root, whether a gradient comes for it
 
-    def enter(self) -> Tensors:
+    def stage_inputs(self) -> Tensors:
+        """The tensors that the stage gets: of the same memory as the leaves, but not leaves."""
         if not (torch.is_grad_enabled() and any(each.requires_grad for each in self.inputs)):
             return tuple(each.detach() for each in self.inputs)
         return tuple(map(not_a_leaf, self.inputs))
 
 
 class StageWorker:
-    """A stage of a model, number ``stage``. ``loss``: the loss of its output, if it is a module."""
+    """A stage of a model, number ``stage``. ``loss``: the loss of its output, if that is a module, which is trained
+    too."""
 
     def __init__(self, module: torch.nn.Module, stage: int, loss: torch.nn.Module | None = None) -> None:
         self.module = module
@@ -108,9 +106,9 @@ class StageWorker:
     def backward(self, micro: int, grads: Sequence[torch.Tensor | None]) -> Tensors:
         """The gradients of the inputs that require one. ``grads``: the gradients of the outputs; a loss needs none."""
         with self.statistics.collected(is_recompute=True):
-            found = self._backward(micro, self._saved[micro], grads)
+            input_grads = self._backward(micro, self._saved[micro], grads)
         del self._saved[micro]
-        return found
+        return input_grads
 
     def _backward(self, micro: int, saved: _Saved, grads: Sequence[torch.Tensor | None]) -> Tensors:
         # 1. Without a graph, compute the forward again.
@@ -154,8 +152,9 @@ class StageWorker:
                 )
 
     def _run(self, saved: _Saved) -> Tensors:
+        """Compute the forward, and the loss if there is one; set the roots of the backward, and return the outputs."""
         with split_backward(saved.later) if saved.later is not None else nullcontext():
-            saved.roots = outputs = self.infer(saved.enter())
+            saved.roots = outputs = self.infer(saved.stage_inputs())
             if saved.loss is not None:
                 root, saved.grad = saved.loss(outputs)
                 saved.roots = (root,)

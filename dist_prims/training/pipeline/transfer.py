@@ -173,7 +173,7 @@ class Transfers:
         self._pool = Pool(device)
         self._local: dict[PipelineMessage, Tensors] = {}  # between two stages of this rank
         self._sending: list[tuple[PipelineMessage | None, Any, torch.Tensor]] = []  # message, work and its buffer
-        self._unread: list[torch.Tensor] = []  # heads of messages that no one has read yet, on CUDA
+        self._unread: list[torch.Tensor] = []  # heads of messages, on CUDA, until unread()
         self.begin(True, plan.num_microbatches, 0, True)
 
     def begin(self, learn: bool, num_microbatches: int, kind_of_batch: int, is_new_kind: bool) -> list[ActionMessages]:
