@@ -219,10 +219,8 @@ class Checkpoints:
         return marks, data
 
     def _commit(self, operation: str, hidden: Path, save: Callable[[], Any], data: bytes) -> None:
-        """Write this rank's files; when all ranks have done so, rank 0 gives their folder its name.
-
-        ``hidden``: the folder; ``save()`` writes the tensors; ``data``: the content of this rank's own file.
-        """
+        """Write this rank's files into the folder ``hidden``: tensors by ``save()``, and ``data`` as its own file. When
+        all ranks have done so, rank 0 gives the folder its name."""
 
         def write() -> list[str]:
             save()

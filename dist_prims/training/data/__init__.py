@@ -6,11 +6,4 @@ from .iterable import ShardedIterable
 from .permutation import Permutation
 from .sampler import ShardedSampler
 
-__all__ = [
-    "Batches",
-    "GlobalBatches",
-    "Permutation",
-    "ShardedIterable",
-    "ShardedSampler",
-    "partition_dataset",
-]
+__all__ = ["Batches", "GlobalBatches", "Permutation", "ShardedIterable", "ShardedSampler", "partition_dataset"]

@@ -2,12 +2,6 @@
 
 The order is drawn from ``numpy.random.RandomState``, whose stream NumPy has promised not to change: the same seed gives
 the same parts on every rank, on every machine and in ten years. Items are read lazily.
-
->>> parts = DataPartitioner(range(10), sizes=[0.7, 0.3], seed=1)
->>> len(parts.use(0)), len(parts.use(1))
-(7, 3)
->>> sorted([*parts.use(0), *parts.use(1)]) == list(range(10))
-True
 """
 
 from __future__ import annotations

@@ -66,18 +66,19 @@ class Permutation:
         return self._back[within] if self._back is not None else self._walk(within, self._backwards)
 
     def _checked(self, numbers: ArrayLike) -> NDArray[np.int64]:
-        found = np.asarray(numbers, dtype=np.int64)
-        if found.size and not 0 <= found.min() <= found.max() < self.count:
-            raise IndexError(f"Permutation: indices {found.min()} to {found.max()}; there are {self.count} items")
-        return found
+        checked = np.asarray(numbers, dtype=np.int64)
+        if checked.size and not 0 <= checked.min() <= checked.max() < self.count:
+            raise IndexError(f"Permutation: indices {checked.min()} to {checked.max()}; there are {self.count} items")
+        return checked
 
     def _walk(self, numbers: NDArray[np.int64], once: Callable[[Words], Words]) -> NDArray[np.int64]:
-        found = once(numbers.reshape(-1).astype(np.uint64))
-        beyond = np.flatnonzero(found >= self.count)
+        """Permute by ``once``, again and again until every number is below the count."""
+        permuted = once(numbers.reshape(-1).astype(np.uint64))
+        beyond = np.flatnonzero(permuted >= self.count)
         while beyond.size:
-            found[beyond] = once(found[beyond])
-            beyond = beyond[found[beyond] >= self.count]
-        return found.astype(np.int64).reshape(numbers.shape)
+            permuted[beyond] = once(permuted[beyond])
+            beyond = beyond[permuted[beyond] >= self.count]
+        return permuted.astype(np.int64).reshape(numbers.shape)
 
     def _forth(self, numbers: Words) -> Words:
         row, column = np.divmod(numbers, self._columns)

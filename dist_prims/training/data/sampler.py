@@ -111,6 +111,8 @@ class ShardedSampler(Sampler[int]):
         self._resizes += 1
 
     def _begin(self, epoch: int, gaps: NDArray[np.int64], start: int, consumed: int) -> None:
+        """Set the position: what is left of the epoch are ``gaps`` and all positions from ``start`` on, of which this
+        rank has consumed so many items."""
         order = Permutation(self.count, [self.seed, epoch])  # checks count and seed, shuffled or not
         self.epoch, self._order = epoch, order if self.shuffle else None
         self._gaps, self._start, self._consumed = gaps, start, consumed
@@ -146,11 +148,11 @@ class ShardedSampler(Sampler[int]):
         Numbers beyond the end (repeated items) count back from the end of the order.
         """
         gaps = len(self._gaps)
-        found = turns - gaps + self._start
+        positions = turns - gaps + self._start
         early, beyond = turns < gaps, turns >= self._left
-        found[early] = self._gaps[turns[early]]
-        found[beyond] = (self.count - 1 - (turns[beyond] - self._left)) % max(self.count, 1)
-        return found
+        positions[early] = self._gaps[turns[early]]
+        positions[beyond] = (self.count - 1 - (turns[beyond] - self._left)) % max(self.count, 1)
+        return positions
 
     def advance(self, items: int) -> None:
         """Count ``items`` as consumed on rank 0; other ranks have equally many, or one fewer at the end.
@@ -212,38 +214,40 @@ class ShardedSampler(Sampler[int]):
         rank 0). Otherwise give the states of all ranks: each item is then still seen once, and at most ranks x (most -
         fewest items) positions are stored as gaps.
         """
-        given = [states] if isinstance(states, Mapping) else sorted(states, key=lambda state: int(state["rank"]))
-        self._check(given)
-        first = given[0]
+        in_order = [states] if isinstance(states, Mapping) else sorted(states, key=lambda state: int(state["rank"]))
+        self._check_states(in_order)
+        first = in_order[0]
         size = int(first["size"])
         self._begin(int(first["epoch"]), np.array(first["gaps"], dtype=np.int64), int(first["start"]), 0)
         shares = [self._share(rank, size) for rank in range(size)]
-        consumed = [int(state["consumed"]) for state in given] * (size if len(given) == 1 else 1)
-        self._leave([min(each, share) for each, share in zip(consumed, shares, strict=True)])
+        consumed = [int(state["consumed"]) for state in in_order] * (size if len(in_order) == 1 else 1)
+        self._begin_with_rest([min(each, share) for each, share in zip(consumed, shares, strict=True)])
 
-    def _check(self, given: list[Mapping[str, Any]]) -> None:
+    def _check_states(self, states: list[Mapping[str, Any]]) -> None:
         where = f"ShardedSampler: rank {self.rank} loads a state"
-        for state in given:
+        for state in states:
             for name in _SAME:
                 if state[name] != getattr(self, name):
                     raise ValueError(
                         f"{where} with {name}={state[name]}, and has {getattr(self, name)}; give both the same"
                     )
             for name in ("epoch", "size", "start", "gaps"):
-                if state[name] != given[0][name]:
-                    raise ValueError(f"{where} whose ranks differ in {name}: {given[0][name]} and {state[name]}")
-        ranks = [int(state["rank"]) for state in given]
-        if not given or (len(given) > 1 and ranks != list(range(int(given[0]["size"])))):
+                if state[name] != states[0][name]:
+                    raise ValueError(f"{where} whose ranks differ in {name}: {states[0][name]} and {state[name]}")
+        ranks = [int(state["rank"]) for state in states]
+        if not states or (len(states) > 1 and ranks != list(range(int(states[0]["size"])))):
             raise ValueError(f"{where} of ranks {ranks}; give one rank's state, or those of all ranks of one save")
 
-    def _leave(self, taken: list[int]) -> None:
+    def _begin_with_rest(self, taken: list[int]) -> None:
         """Begin with the items that were not taken; ``taken`` has a number for each rank."""
+        # All items before ``low`` are taken and all from ``high`` on are left. Of the items between them rank r of n
+        # has the numbers r, r + n, r + 2 n, ...; those that it has not taken become gaps, behind them the old gaps.
         size, left = len(taken), self._left
         low, high = min(taken) * size, min(max(taken) * size, left)
-        window = np.arange(low, high, dtype=np.int64)
-        window = window[window // size >= np.array(taken, dtype=np.int64)[window % size]]
-        kept = np.concatenate([self._positions(window), self._gaps[high:]])
-        self._begin(self.epoch, kept, self._start + max(0, high - len(self._gaps)), 0)
+        between = np.arange(low, high, dtype=np.int64)
+        between = between[between // size >= np.array(taken, dtype=np.int64)[between % size]]
+        gaps = np.concatenate([self._positions(between), self._gaps[high:]])
+        self._begin(self.epoch, gaps, self._start + max(0, high - len(self._gaps)), 0)
 
 
 class _Indices(Iterator[int]):
