@@ -103,7 +103,7 @@ def bench(options: argparse.Namespace) -> int:
     if is_rank_0:
         print(f"# wrong elements: {wrong}")
         if options.json:
-            write_json(options.json, facts, lines)
+            write_json(options.json, facts, lines=lines)
         if options.plot:
             plot(options.plot, facts, lines)
     return int(wrong > 0)

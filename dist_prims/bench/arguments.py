@@ -21,13 +21,9 @@ def run_on_ranks(
     backend: str | None = None,
     wait_timeout: float = TIMEOUT,
 ) -> int:
-    """Run ``program(options)`` on the ranks of a launcher and return its result, or, without a launcher, start
-    ``options.ranks`` ranks and return the largest result.
-
-    Args:
-        backend: of the default group; None: as ``init`` chooses.
-        wait_timeout: seconds that a rank of a launcher waits for another rank.
-    """
+    """Run ``program(options)`` on the ranks of a launcher, or else on ``options.ranks`` ranks that are started here;
+    return the largest result. ``backend``: of the default group; ``wait_timeout``: seconds of a wait under a
+    launcher."""
     if detect().size != 1:
         init(backend, timeout=wait_timeout)
         return program(options)
@@ -35,11 +31,7 @@ def run_on_ranks(
 
 
 def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
-    """An argument type: a list of some of the ``known`` names.
-
-    >>> names_of(["ddp", "decode"])("decode,ddp")
-    ['decode', 'ddp']
-    """
+    """An argument type: a list of some of the ``known`` names."""
 
     def names(text: str) -> list[str]:
         chosen = text.split(",")

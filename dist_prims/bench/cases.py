@@ -236,10 +236,6 @@ CASES: dict[str, Case] = {
 # Two messages one after the other. dist_prims has no algorithms for them.
 MESSAGES: dict[str, Case] = {
     "round_trip": Case(
-        lambda n, size: (n, n),
-        lambda b, **how: _round_trip(b, None),
-        _round_trip,
-        _wrong_round_trip,
-        lambda size: 2.0,
+        lambda n, size: (n, n), lambda b, **how: _round_trip(b, None), _round_trip, _wrong_round_trip, lambda size: 2.0
     )
 }

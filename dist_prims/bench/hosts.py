@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--collectives", type=names_of(_NAMES), default=list(_NAMES), help="default: all")
     parser.add_argument("--sizes", type=sizes, default="64,64K,1M,16M", help="64,64K,1M,16M")
     parser.add_argument(
-        "--transports", type=names_of(_TRANSPORTS), default=["tcp"], help="of tcp, ucx and mpi, each a contender (tcp)"
+        "--transports", type=names_of(_TRANSPORTS), default=["tcp"], help="contenders, of tcp, ucx, mpi"
     )
     parser.add_argument("--iterations", type=positive, default=7)
     parser.add_argument("--json", type=Path, help="write all times")
@@ -72,7 +72,7 @@ def _bench(options: argparse.Namespace, hosts: Hosts) -> int:
     wrong = sum(line.wrong for line in lines)
     _print(f"\nWrong elements: {wrong}")
     if options.json and dist.get_rank() == 0:
-        write_json(options.json, facts, lines)
+        write_json(options.json, facts, lines=lines)
     return int(wrong > 0)
 
 

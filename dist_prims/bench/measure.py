@@ -82,11 +82,9 @@ def measure(
     """Measure a collective, and return a line for each contender, the same on every rank. Every rank must call it.
 
     Args:
-        nbytes: the size of the data, as :func:`.stream.least_bytes` counts it; ``dtype``: of its elements.
-        names: the algorithms of dist_prims to measure; ``segment_bytes``: cuts their messages into segments.
-        iterations: None: more for faster runs; ``warmup``: iterations before them.
-        groups: groups whose collective is measured beside the default group's, by the name of the contender.
-        more: makes further contenders from the buffers.
+        nbytes: of the data, as ``stream.least_bytes`` counts it. names: algorithms, with ``segment_bytes``.
+        iterations: None: more for faster runs; before them ``warmup`` others, which are not timed.
+        groups: to measure beside the default group, by name. more: makes further contenders from the buffers.
     """
     # 1. Buffers of the largest length that the case needs on this rank.
     case, size = case_of(collective), dist.get_world_size()

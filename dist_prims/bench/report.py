@@ -74,9 +74,10 @@ def row(line: Line) -> str:
     return "".join(str(cell).rjust(width) for cell, (_, _, width) in zip(cells, _COLUMNS, strict=True))
 
 
-def write_json(path: Path, facts: Mapping[str, Any], lines: Iterable[Line]) -> None:
-    """Write every measured time, so that plots can be made later."""
-    path.write_text(json.dumps({"environment": facts, "lines": [line.as_dict() for line in lines]}, indent=1))
+def write_json(path: Path, facts: Mapping[str, Any], **results: Iterable[Any]) -> None:
+    """Write every measured time, so that plots can be made later. ``results``: lists of objects with ``as_dict()``."""
+    lists = {name: [each.as_dict() for each in results_] for name, results_ in results.items()}
+    path.write_text(json.dumps({"environment": facts, **lists}, indent=1))
 
 
 def plot(path: Path, facts: Mapping[str, Any], lines: list[Line]) -> None:

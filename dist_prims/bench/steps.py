@@ -12,7 +12,6 @@ shows which part of the exposed time is DDP's own work. "averager" is GradientAv
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -30,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..training import GradientAverager
 from .arguments import names_of, positive, run_on_ranks
-from .report import environment
+from .report import environment, write_json
 
 __all__: list[str] = []
 
@@ -77,9 +76,9 @@ class Table:
         """The seconds that communication adds to a unit."""
         return self.median(contender) - self.median(_NONE)
 
-    def ratio(self, contender: str, other: str = _GROUPS[0]) -> float:
-        """The exposed seconds divided by the exposed seconds of ``other``; NaN if ``other`` exposes none."""
-        return self.exposed(contender) / self.exposed(other) if self.exposed(other) > 0 else float("nan")
+    def ratio(self, contender: str) -> float:
+        """The exposed seconds divided by gloo's; NaN if gloo exposes none."""
+        return self.exposed(contender) / self.exposed("gloo") if self.exposed("gloo") > 0 else float("nan")
 
     def as_dict(self) -> dict[str, Any]:
         contenders = {name: {"median": self.median(name), "exposed": self.exposed(name)} for name in self.seconds}
@@ -312,8 +311,7 @@ def _bench(options: argparse.Namespace) -> int:
     if dist.get_rank() == 0:
         print(report(facts, tables), flush=True)
         if options.json:
-            results = {"environment": facts, "tables": [table.as_dict() for table in tables]}
-            options.json.write_text(json.dumps(results, indent=1))
+            write_json(options.json, facts, tables=tables)
     return int(not all(table.agree for table in tables))
 
 

@@ -1,9 +1,5 @@
 """Reader of the files of a trace: the events of all ranks, on one clock, as arrays.
 
->>> import numpy as np
->>> EVENTS.itemsize, EVENTS.names[:4]
-(64, ('begin', 'end', 'bytes', 'sequence'))
-
 A file belongs to one process. Files belong to one run if their groups have a token in common, which the ranks have
 exchanged when the group was made. ``read()`` returns the last run in a folder, with the times of all processes on one
 clock. Times are nanoseconds.

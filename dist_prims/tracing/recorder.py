@@ -122,10 +122,8 @@ class TraceRecorder:
         """Add an event.
 
         Args:
-            kind: a kind of ``format.py``; begin, end: times.
-            nbytes: the size of the data; peer: the rank of the group that the event is about; name: a text.
-            collective: the index of a collective in ``format.COLLECTIVES``; failed: whether it has raised.
-            where: group, call and step, as in :class:`Context`; by default the context of the thread.
+            kind, collective: as ``format.py`` numbers them. begin, end: times. peer: the other rank of the group.
+            where: group, call and step, as in :class:`Context`; None: the context of the thread.
         """
         slot = next(self._taken)
         if slot >= self._python_slots - _RESERVED_FOR_TEXTS:
@@ -229,12 +227,7 @@ def record(kind: int, begin: int, **facts: Any) -> None:
 
 class TracedWork:
     """A message whose event ends when this rank has waited for it. Make it when the message has been posted, while a
-    trace is active.
-
-    Args:
-        work: what torch has returned for the message; ``kind``: SEND or RECEIVE.
-        peer: the other rank; ``nbytes``: the size; ``name``: of the event.
-    """
+    trace is active. ``work``: what torch has returned for the message; ``kind``: SEND or RECEIVE."""
 
     def __init__(self, work: Any, kind: int, peer: int, nbytes: int, name: str = "") -> None:
         self._work, self._kind = work, kind
