@@ -9,7 +9,7 @@ import sys
 from .. import __version__
 from .._output import replace_unencodable
 from ..schedules.catalogue import SYMBOLS, markdown_table, text_table
-from . import learn, pipeline, prove, recommend, show, trace
+from . import learn, pipeline, prove, recommend, show, synthesize, trace
 
 __all__: list[str] = []
 
@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--markdown", action="store_true")
     table.set_defaults(run=_list)
     recommend.add(commands)
+    synthesize.add(commands)
     pipeline.add(commands)
     learn.add(commands)
     trace.add(commands)

@@ -16,6 +16,7 @@ from .schedule import Schedule
 from .schedule_builder import build
 from .schedule_error import ScheduleError
 from .steps import Step
+from .synthesize import synthesize
 
 __all__ = [
     "COLLECTIVES",
@@ -30,5 +31,6 @@ __all__ = [
     "ceil_log2",
     "floor_pow2",
     "lookup",
+    "synthesize",
     "unregister",
 ]

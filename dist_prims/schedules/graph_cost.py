@@ -20,13 +20,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .cost import MOST_SEGMENTS
 from .graph import Graph
 from .steps import ScheduleData
 
 __all__: list[str] = []
 
 Floats = NDArray[np.float64]
+_MOST_SEGMENTS = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +59,8 @@ class LinkLoads:
         return total
 
     def best_segments(self, nbytes: float) -> tuple[float, int]:
-        """The shortest seconds of 1, 2, 4, ... 64 segments, and the number of segments."""
-        counts = (1 << power for power in range(MOST_SEGMENTS.bit_length()))
+        """The shortest seconds of 1, 2, 4, ... 256 segments, and the number of segments."""
+        counts = (1 << power for power in range(_MOST_SEGMENTS.bit_length()))
         return min((self.seconds(nbytes, segments), segments) for segments in counts)
 
 

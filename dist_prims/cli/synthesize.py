@@ -1,0 +1,43 @@
+"""``synthesize``: a schedule for a topology that is a graph, found, proved, priced and saved."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ..schedules import Graph, synthesize
+from ..units import format_bytes, format_duration, parse_bytes
+
+__all__: list[str] = []
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser("synthesize", help="find a schedule for a graph of ranks, switches and links")
+    parser.add_argument("topology", metavar="FILE.json", help="the graph, as Graph.save writes it")
+    parser.add_argument("--collective", default="all_reduce", metavar="NAME", help="a collective (all_reduce)")
+    parser.add_argument("--bytes", default="16M", metavar="SIZE", help="of the data: 512, 16K, 100M, 2G (16M)")
+    parser.add_argument("--chunks", type=int, metavar="N", help="the most chunks of a rank (16; broadcast 64)")
+    parser.add_argument("--root", type=int, default=0, metavar="R", help="of a broadcast (0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the search (0)")
+    parser.add_argument("--save", metavar="FILE", help="write the schedule, for Schedule.load")
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    graph, nbytes = Graph.load(given.topology), parse_bytes(given.bytes)
+    result = synthesize(graph, given.collective, nbytes, given.chunks, given.root, given.seed)
+    print(f"{given.collective} of {format_bytes(nbytes)}: {graph.ranks} ranks, {len(graph.links)} links")
+    bound = result.bound
+    print(f"cut bound   {'unknown: pip install networkx' if bound is None else format_duration(bound)}")
+    if result.halves:
+        print(f"halves      {format_duration(result.halves)}, the bounds of reduce_scatter and all_gather together")
+    for title, priced in (("registered", result.registered), ("found", result.found)):
+        times = f", {priced.seconds / bound:.2f} times the bound" if bound else ""
+        print(f"{title:<12}{priced.name}: {format_duration(priced.seconds)}{times}")
+    steps, chunks = len(result.found.schedule.steps), result.found.schedule.chunks
+    print(f"            {steps} steps, {chunks} chunks; proved, after {result.elapsed:.1f} s")
+    is_found = result.best is result.found
+    print(f"Use {'the schedule found' if is_found else f'{result.best.name}: nothing found is faster'}.")
+    if given.save:
+        print(f"saved       {result.schedule.save(given.save)}")
+    return 0

@@ -1,0 +1,163 @@
+"""Schedules found for graphs: proved, near the cut bound, never slower than what is registered, and run on ranks."""
+
+from __future__ import annotations
+
+import itertools
+import runpy
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dist_prims
+from dist_prims.cli import main
+from dist_prims.schedules import Graph, Schedule, algorithm, synthesize
+from dist_prims.schedules.cut_bound import cut_bound
+from dist_prims.schedules.graph_cost import link_loads
+
+ROOT = Path(__file__).parents[2]
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+SLOW_HOST = Graph.hosts([2, 2, 2], bandwidths=[1e9, 1e9, 0.25e9])
+# A ring of one-way links of unequal bandwidth, and a shorter way back: no message returns as it came.
+ONE_WAY = Graph(4, [(0, 1, 0, 1e9), (1, 2, 0, 2e9), (2, 3, 0, 1e9), (3, 0, 0, 1e9), (2, 0, 0, 1e9), (1, 0, 0, 3e8)])
+GRAPHS = {
+    "ring": Graph.ring(6),
+    "mesh": Graph.mesh(2, 3),
+    "torus": Graph.torus(3, 3),
+    "fat tree": Graph.fat_tree(leaves=2, ranks=3, spines=2),
+    "slow host": SLOW_HOST,
+    "dgx1": Graph.dgx1(),
+    "one way": ONE_WAY,
+    "two ranks": Graph.ring(2),
+    "one rank": Graph(1, []),
+}
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_what_is_found_is_near_the_bound(collective: str, name: str) -> None:
+    graph, root = GRAPHS[name], GRAPHS[name].ranks - 1 if collective == "broadcast" else 0
+    result = synthesize(graph, collective, 256e6, root=root)
+    result.found.schedule.verify()
+    assert result.found.schedule.root == (root if collective == "broadcast" else None)
+    assert result.best.seconds <= min(result.found.seconds, result.registered.seconds)
+    assert result.bound <= result.found.seconds <= 1.15 * (result.halves or result.bound)
+    assert link_loads(result.schedule, graph).seconds(256e6, result.best.segments) == result.best.seconds
+
+
+def test_the_same_seed_finds_the_same_schedule(tmp_path: Path) -> None:
+    one, two = (synthesize(SLOW_HOST, "all_reduce", 1e6, chunks=4, seed=3).found.schedule for _ in range(2))
+    assert one.save(tmp_path / "one.json").read_text() == two.save(tmp_path / "two.json").read_text()
+    assert one.chunks in (6, 24)
+
+
+def test_links_that_differ_are_used_better_than_by_registered_algorithms() -> None:
+    result = synthesize(Graph.torus(3, 3), "all_gather", 256e6)
+    assert result.schedule.algorithm == "synthesized"
+    assert result.registered.seconds > 2 * result.best.seconds
+
+
+def test_a_registered_algorithm_that_is_faster_is_returned() -> None:
+    result = synthesize(SLOW_HOST, "all_gather", 1024)
+    assert result.registered.seconds < result.found.seconds
+    assert result.best is result.registered
+    assert result.schedule.algorithm != "synthesized"
+
+
+def crossing(graph: Graph, inside: set[Any]) -> int:
+    return sum(int(link.bandwidth) for link in graph.links if link.src in inside and link.dst not in inside)
+
+
+@pytest.mark.parametrize("name", ["ring", "mesh", "slow host", "one way", "two ranks"])
+def test_the_bound_is_the_narrowest_of_all_cuts(name: str) -> None:
+    graph = GRAPHS[name]
+    every = [set(cut) for size in range(1, len(graph.nodes)) for cut in itertools.combinations(graph.nodes, size)]
+    size, ranks = graph.ranks, set(range(graph.ranks))
+    gather = max(Fraction(len(cut & ranks), size * crossing(graph, cut)) for cut in every if not ranks <= cut)
+    rest = [({*graph.nodes} - cut, cut) for cut in every if cut & ranks and not ranks <= cut]
+    scatter = max(Fraction(len(cut & ranks), size * crossing(graph, other)) for other, cut in rest)
+    assert cut_bound("all_gather", graph) == gather
+    assert cut_bound("reduce_scatter", graph) == scatter
+    assert cut_bound("all_reduce", graph) == max(
+        Fraction(1, crossing(graph, cut)) for cut in every if cut & ranks and not ranks <= cut
+    )
+    sent = max(Fraction(1, crossing(graph, cut)) for cut in every if 1 in cut and not ranks <= cut)
+    assert cut_bound("broadcast", graph, root=1) == sent
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"collective": "all_to_all"}, "schedules are found for all_gather, reduce_scatter, all_reduce, broadcast"),
+        ({"root": 6, "collective": "broadcast"}, "root=6.*it must be a rank of a broadcast"),
+        ({"root": 1}, "root=1"),
+        ({"chunks": 0}, "chunks=0.*at least 1"),
+    ],
+)
+def test_what_cannot_be_found_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        synthesize(**{"graph": SLOW_HOST, "collective": "all_gather", "nbytes": 1e6, **given})
+
+
+def test_the_command_prints_the_bound_and_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    graph, found = SLOW_HOST.save(tmp_path / "graph.json"), tmp_path / "found.json"
+    assert main(["synthesize", str(graph), "--collective", "broadcast", "--bytes", "1M", "--save", str(found)]) == 0
+    first, bound, registered, machine, size, verdict, saved = capsys.readouterr().out.splitlines()
+    assert (first, bound) == ("broadcast of 1 MB: 6 ranks, 18 links", "cut bound   4.19 ms")
+    assert "times the bound" in registered
+    assert machine.startswith("found       synthesized")
+    assert "proved" in size
+    assert verdict == "Use the schedule found."
+    assert saved == f"saved       {found}"
+    assert Schedule.load(found).size == 6
+    assert main(["synthesize", str(tmp_path / "none.json")]) == 2
+
+
+@pytest.mark.parametrize("backend", ["dist_prims", "gloo"])
+def test_schedules_that_are_found_run_on_ranks(backend: str, tmp_path: Path) -> None:
+    """From their files: named in calls, in Python over gloo and in C++, and pinned in segments."""
+    for collective in COLLECTIVES:
+        result = synthesize(ONE_WAY, collective, 1e6, chunks=4)
+        result.found.schedule.save(tmp_path / f"{collective}.json")
+
+    def body() -> None:
+        for collective in COLLECTIVES:
+            found = Schedule.load(tmp_path / f"{collective}.json")
+            make: Any = lambda size, steps=found.steps: iter(steps)  # noqa: E731
+            if collective == "broadcast":
+                make = lambda size, root: iter(found.steps)  # noqa: E731, B023
+            algorithm(collective, name="found", chunks=found.chunks)(make)
+        rank, ones = dist.get_rank(), torch.ones(1000)
+        pinned: dict[str, Any] = dict.fromkeys(COLLECTIVES, "found x3")
+        options = dist_prims.BackendOptions(**pinned)
+        groups = [None, dist.new_group(pg_options=options)] if backend == "dist_prims" else [None]
+        for group in groups:
+            name = "found" if group is None else None
+            gathered, summed, sent = torch.zeros(4000), ones * rank, ones * rank
+            dist_prims.all_gather(gathered, ones * rank, group=group, algorithm=name)
+            assert torch.equal(gathered, torch.arange(4.0).repeat_interleave(1000))
+            dist_prims.all_reduce(summed, group=group, algorithm=name)
+            assert torch.equal(summed, ones * 6)
+            part = torch.zeros(1000)
+            dist_prims.reduce_scatter(
+                part, torch.arange(4.0).repeat_interleave(1000) + rank, group=group, algorithm=name
+            )
+            assert torch.equal(part, ones * (4 * rank + 6))
+            dist_prims.broadcast(sent, group=group, algorithm=name)
+            assert torch.equal(sent, ones * 0)
+
+    dist_prims.spawn(body, 4, backend=backend, timeout=60)
+
+
+def test_thirty_topologies_are_drawn_whose_links_differ_by_a_factor_of_4() -> None:
+    draw = runpy.run_path(str(ROOT / "docs/benchmarks/topologies.py"))["topologies"]
+    drawn = list(draw(seed=1))
+    assert len(drawn) == 30
+    assert drawn == list(draw(seed=1)) != list(draw(seed=2))
+    for name, graph in drawn:
+        speeds = [link.bandwidth for link in graph.links]
+        assert max(speeds) >= 4 * min(speeds), name
