@@ -64,7 +64,7 @@ def _join(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None, order: str
     text = f"join_sequence({tuple(x.shape)}, {x.dtype}, dim={dim}, order={order!r})"
     check_same(text, "Every rank must have a part of equal length", group)
     size = dist.get_world_size(group)
-    parts = exchange(x.expand(size, *x.shape), group)  # its gradient is summed over the ranks
+    parts = rows_to_ranks(x.expand(size, *x.shape), group)  # its gradient is summed over the ranks
     return torch.cat(parts.unbind(), dim).index_select(dim, places(size, x.shape[dim], order).argsort().to(x.device))
 
 
@@ -78,24 +78,24 @@ def places(size: int, width: int, order: str) -> torch.Tensor:
     return torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in held])
 
 
-class _Exchange(torch.autograd.Function):
+class _RowsToRanks(torch.autograd.Function):
     """An all-to-all: row r goes to rank r, and a row from rank r replaces it. Gradients travel the opposite way."""
 
     @staticmethod
     def forward(ctx: Any, data: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         ctx.group = group
-        exchanged = torch.empty_like(data, memory_format=torch.contiguous_format)
+        received = torch.empty_like(data, memory_format=torch.contiguous_format)
         if data.numel():
-            dist.all_to_all_single(exchanged, data.contiguous(), group=group)
-        return exchanged
+            dist.all_to_all_single(received, data.contiguous(), group=group)
+        return received
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         refuse_second_derivative()
-        return exchange(grad, ctx.group), None
+        return rows_to_ranks(grad, ctx.group), None
 
 
-exchange: Callable[[torch.Tensor, dist.ProcessGroup | None], torch.Tensor] = _Exchange.apply
+rows_to_ranks: Callable[[torch.Tensor, dist.ProcessGroup | None], torch.Tensor] = _RowsToRanks.apply
 
 
 def _check(name: str, group: dist.ProcessGroup | None, order: str, length: int = 0, chunks_here: int = 1) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from .argument_checks import AttentionCall, agree, uncompiled
 from .kernels import Tensors
 from .ring import attend
-from .split import exchange, places
+from .split import places, rows_to_ranks
 
 __all__: list[str] = []
 
@@ -52,7 +52,7 @@ def _ulysses(call: AttentionCall, tensors: Tensors) -> Tensor:
     size, width = call.group.size(), q.shape[2]
     # 1. From all heads of this rank's tokens to this rank's heads of all tokens; q, k and v in one message.
     by_rank = [x.unflatten(1, (size, x.shape[1] // size)).movedim(1, 0) for x in (q, k, v)]
-    received = exchange(torch.cat([x.flatten(1) for x in by_rank], 1), call.group)
+    received = rows_to_ranks(torch.cat([x.flatten(1) for x in by_rank], 1), call.group)
     parts = received.split([x[0].numel() for x in by_rank], 1)
     heads = [part.view(x.shape).movedim(0, 2).flatten(2, 3) for part, x in zip(parts, by_rank, strict=True)]
     # 2. An ordinary attention, with the tokens in the order of the sequence.
@@ -64,4 +64,4 @@ def _ulysses(call: AttentionCall, tensors: Tensors) -> Tensor:
         sequence = place.argsort()
         output = attend(plain, *(x.index_select(2, sequence) for x in heads)).index_select(2, place)
     # 3. The output goes back to the ranks of its tokens.
-    return exchange(output.unflatten(2, (size, width)).movedim(2, 0), call.group).movedim(0, 1).flatten(1, 2)
+    return rows_to_ranks(output.unflatten(2, (size, width)).movedim(2, 0), call.group).movedim(0, 1).flatten(1, 2)
