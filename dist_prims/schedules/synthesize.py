@@ -91,7 +91,7 @@ def synthesize(
         seed: the same seed finds the same schedule.
 
     >>> from dist_prims.schedules import Graph, synthesize
-    >>> found = synthesize(Graph.hosts([2, 2, 2], bandwidths=[1e9, 1e9, 0.25e9]), "all_gather", 16e6)
+    >>> found = synthesize(Graph.torus(3, 3), "all_gather", 16e6)
     >>> found.best.schedule.algorithm, found.registered.seconds / found.best.seconds > 1.2
     ('synthesized', True)
     """
