@@ -202,9 +202,7 @@ bool RemotePeers::is_over() {
 
 void RemotePeers::check_failures(const RemoteRequest& request) {
     is_over();
-    if (const std::string refusal = transport_->refusal(); !refusal.empty() && !membership_.notice())
-        throw_failure({CommError::Kind::kExhausted, membership_.group_rank(membership_.rank())},
-                      [&] { return text(request, refusal); });
+    check_refusal(false, [&] { return text(request, ""); });
     if (tags.is_collective(request.tag)) slow_call_.look(*transport_, membership_);
     if (request.peer != Transport::kAnyone) diagnosis_->answer(request.peer);
     int culprit = membership_.dead_rank();
@@ -232,7 +230,17 @@ void RemotePeers::throw_late(const RemoteRequest& request) {
 }
 
 void RemotePeers::throw_late(int awaited, const Membership::What& what) {
-    throw_failure(diagnosis_->diagnose(awaited, [this] { return is_over(); }), what);
+    const Membership::Notice verdict = diagnosis_->diagnose(awaited, [this] { return is_over(); });
+    check_refusal(true, what);  // this rank may have missed replies
+    throw_failure(verdict, what);
+}
+
+// Throws if this rank has no descriptor or port left: see Transport.
+void RemotePeers::check_refusal(bool now, const Membership::What& what) {
+    const std::string refusal = transport_->refusal(now);
+    if (refusal.empty() || membership_.notice()) return;
+    throw_failure({CommError::Kind::kExhausted, membership_.group_rank(membership_.rank())},
+                  [&] { return what() + " (" + refusal + ")"; });
 }
 
 RemotePeers::BrokenMessage::BrokenMessage(const Transport::TransportError& error)

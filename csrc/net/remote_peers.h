@@ -103,6 +103,7 @@ private:
     void on_notice(const std::optional<Membership::Notice>& notice);
     bool is_over();
     void check_failures(const RemoteRequest& request);
+    void check_refusal(bool now, const Membership::What& what);
     [[noreturn]] void throw_other_length(const RemoteRequest& request, const std::string& reason);
     [[noreturn]] void throw_late(const RemoteRequest& request);
     [[noreturn]] void throw_broken(const RemoteRequest& request, const BrokenMessage& broken);

@@ -12,6 +12,8 @@ using namespace std::chrono_literals;
 
 constexpr auto kReplyTime = 1s;  // for all replies: waits check for a diagnosis every 10 to 100 ms
 constexpr auto kBetweenLooks = 20ms;
+constexpr int kLooks = kReplyTime / kBetweenLooks;
+constexpr auto kLongestReplyTime = 1800ms;                       // less than RemotePeers::kLocalMargin
 constexpr auto kForever = std::chrono::milliseconds(24h * 365);  // transports have no infinite timeout
 
 }  // namespace
@@ -147,14 +149,15 @@ void TimeoutDiagnosis::send_notice(const Membership::Notice& notice) {
 
 Membership::Notice TimeoutDiagnosis::diagnose(int awaited, const std::function<bool()>& over) {
     announce(awaited);
-    const auto until = Clock::now() + kReplyTime;
+    const auto until = Clock::now() + kLongestReplyTime;
+    int looks = 0;  // on a busy machine a look takes longer, as replies do
     const auto all_have_replied = [this] { return awaits_.size() > others_.size(); };
     for (bool done = false; !done;) {
-        done =
-            over() || Clock::now() >= until;  // without the lock: it may run a signal handler, which may end the group
+        // without the lock: it may run a signal handler, which may end the group
+        done = over() || looks >= kLooks || Clock::now() >= until;
         std::unique_lock lock(mutex_);
         done = done || all_have_replied();
-        if (!done) changed_.wait_for(lock, kBetweenLooks);
+        if (!done) looks += changed_.wait_for(lock, kBetweenLooks) == std::cv_status::timeout;
     }
     const std::lock_guard lock(mutex_);
     return verdict(awaited);

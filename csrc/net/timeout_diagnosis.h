@@ -45,8 +45,9 @@ public:
     void answer(int awaited) {
         if (is_diagnosing_.load(std::memory_order_acquire)) announce(awaited);
     }
-    // This rank has timed out waiting for `awaited`. Collects the replies of the others for 1 s, or until `over` holds,
-    // and returns the cause: the late rank, or the ranks at the ends of a link that does not deliver.
+    // This rank has timed out waiting for `awaited`. Collects the replies of the others for 1 s (up to 1.8 s on a busy
+    // machine), or until `over` holds, and returns the cause: the late rank, or the ranks at the ends of a link that
+    // does not deliver.
     Membership::Notice diagnose(int awaited, const std::function<bool()>& over);
     // Sends the cause of the group's end to all other ranks.
     void send_notice(const Membership::Notice& notice);

@@ -84,8 +84,9 @@ public:
     };
     // By rank; empty where the transport cannot tell.
     virtual std::map<int, Delivered> delivered() { return {}; }
-    // Why this rank has been unable to accept connections for a while; empty if it has not.
-    virtual std::string refusal() { return ""; }
+    // Why this rank could not open a connection for a message, or has been unable to accept connections for a while;
+    // empty if neither holds. `now`: or is unable to accept them at the moment.
+    virtual std::string refusal(bool /*now*/) { return ""; }
     // This rank is about to leave the group, and sends no more than notices. Called once.
     virtual void leave() {}
     // Moves messages as far as possible without waiting, for a thread that waits for none of them.

@@ -32,14 +32,8 @@ void watch(const Socket& events, int operation, int descriptor, std::uint64_t ke
 
 [[noreturn]] void throw_failure(const Failure& failure) {
     if (failure.is_unreachable()) throw Transport::UnreachableError(failure.text);
-    switch (failure.number) {
-        case EMFILE:
-        case ENFILE:
-        case EADDRNOTAVAIL:  // no port for the own end of a connection
-            throw Transport::ExhaustedError(failure.text);
-        default:
-            throw Transport::TransportError(failure.text);
-    }
+    if (failure.is_exhaustion()) throw Transport::ExhaustedError(failure.text);
+    throw Transport::TransportError(failure.text);
 }
 
 std::uint64_t key_of(std::uint64_t direction, int peer) {
@@ -95,7 +89,7 @@ void TcpLane::check_open() const {
 void TcpLane::send(const TcpMessagePtr& message) {
     const Guard guard(*this);
     check_open();
-    Outgoing* const found = outgoing(message->peer);
+    Outgoing* const found = outgoing(message->peer, true);
     if (!found) {
         message->error = gone_.at(message->peer).failure;
         return;
@@ -140,7 +134,7 @@ TcpLane::WaitResult TcpLane::wait(TcpMessage& message, std::chrono::milliseconds
 void TcpLane::check_peer(TcpMessage& message) {
     const int peer = message.peer;
     if (message.is_outgoing || peer == Transport::kAnyone || incoming_.count(peer)) return;
-    if (!gone_.count(peer)) outgoing(peer);
+    if (!gone_.count(peer)) outgoing(peer, false);
     if (const auto gone = gone_.find(peer); gone != gone_.end() && Clock::now() - gone->second.since > kTimeToAppear)
         message.error = gone->second.failure;
 }
@@ -185,7 +179,7 @@ std::vector<TcpMessagePtr> TcpLane::take_ended_and_given_up() {
 
 void TcpLane::open(int peer) {
     const std::lock_guard lock(mutex_);
-    if (closed_.empty()) outgoing(peer);
+    if (closed_.empty()) outgoing(peer, true);
 }
 
 void TcpLane::add(int peer, Socket socket) {
@@ -222,6 +216,11 @@ int TcpLane::dead_rank() {
     return dead_rank_;
 }
 
+std::string TcpLane::refusal() {
+    const std::lock_guard lock(mutex_);
+    return refusal_;
+}
+
 std::set<int> TcpLane::unanswering() {
     const std::lock_guard lock(mutex_);
     std::set<int> found;
@@ -249,8 +248,9 @@ void TcpLane::close(const std::string& reason) {
     waiting_.wake_others();
 }
 
-// The connection to a rank, which is opened if there is none; null if the rank has gone.
-TcpLane::Outgoing* TcpLane::outgoing(int peer) {
+// The connection to a rank, which is opened if there is none; null if the rank has gone. Without a message, a
+// connection for which no descriptor is left can be opened later.
+TcpLane::Outgoing* TcpLane::outgoing(int peer, bool has_message) {
     if (gone_.count(peer)) return nullptr;
     if (const auto found = outgoing_.find(peer); found != outgoing_.end()) return &found->second;
     try {
@@ -260,7 +260,10 @@ TcpLane::Outgoing* TcpLane::outgoing(int peer) {
         made.is_full = true;  // until the connection is established
         return &made;
     } catch (const std::system_error& error) {
-        end_outgoing(peer, {error.what(), error.code().value()});
+        const Failure failure{error.what(), error.code().value()};
+        if (failure.is_exhaustion() && !has_message) return nullptr;
+        if (failure.is_exhaustion()) refusal_ = failure.text;
+        end_outgoing(peer, failure);
         return nullptr;
     }
 }

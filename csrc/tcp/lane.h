@@ -58,6 +58,8 @@ public:
     void leave(std::chrono::milliseconds limit);
     // A rank whose connection to this one has ended although it has not left; kAnyone if there is none.
     int dead_rank();
+    // Why a connection could not be opened for a message, where descriptors or ports were used up; else empty.
+    std::string refusal();
     // The peers of which is_unanswered() holds.
     std::set<int> unanswering();
     std::map<int, Transport::Delivered> delivered();  // see Transport
@@ -89,7 +91,7 @@ private:
     class AwaitedScope;
     class Guard;
 
-    Outgoing* outgoing(int peer);
+    Outgoing* outgoing(int peer, bool has_message);
     void flush(int peer);
     void end_outgoing(int peer, const Failure& failure);
     void read(int peer);
@@ -112,6 +114,7 @@ private:
     std::map<int, Failure> ended_;  // ranks from which nothing can come any more, and why
     bool is_leaving_ = false;
     int dead_rank_ = Transport::kAnyone;  // see dead_rank()
+    std::string refusal_;                 // see refusal()
     Inbox inbox_;
     std::vector<TcpMessagePtr> given_up_;  // sent in part, with an owner
     std::string closed_;                   // why; empty as long as the lane is open

@@ -47,6 +47,8 @@ struct Failure {
     int number = 0;
 
     bool empty() const { return text.empty(); }
+    // Whether this process has no descriptor left, or its host no port for the own end of a connection.
+    bool is_exhaustion() const { return number == EMFILE || number == ENFILE || number == EADDRNOTAVAIL; }
     // Whether the host of the peer, or the way to it, is down.
     bool is_unreachable() const {
         return number == ENETUNREACH || number == EHOSTUNREACH || number == ENETDOWN || number == EHOSTDOWN ||

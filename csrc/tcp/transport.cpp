@@ -81,8 +81,10 @@ std::vector<int> TcpTransport::unanswering() {
     return {found.begin(), found.end()};
 }
 
-std::string TcpTransport::refusal() {
-    return is_exhausted_ ? "accept(): Too many open files" : "";
+std::string TcpTransport::refusal(bool now) {
+    if (now ? is_refusing_ : is_exhausted_) return "accept(): Too many open files";
+    const std::string refusal = data_.refusal();
+    return refusal.empty() ? control_.refusal() : refusal;
 }
 
 void TcpTransport::leave() {
@@ -119,7 +121,7 @@ void TcpTransport::accept() {
         while ((may_accept_ = newcomers_.size() < kMaxNewcomers)) {
             std::optional<Socket> accepted = accept_from(endpoint_.listening);
             refuses_since_ = {};
-            is_exhausted_ = false;
+            is_refusing_ = is_exhausted_ = false;
             if (!accepted) return;
             newcomers_.push_back({std::move(*accepted), TcpLane::Clock::now()});
         }
@@ -131,7 +133,8 @@ void TcpTransport::accept() {
             refuses_since_ = {};
         else if (refuses_since_ == TcpLane::Clock::time_point{})
             refuses_since_ = now;
-        is_exhausted_ = !may_accept_ && now - refuses_since_ >= kRetry;
+        is_refusing_ = !may_accept_;
+        is_exhausted_ = is_refusing_ && now - refuses_since_ >= kRetry;
     }
 }
 

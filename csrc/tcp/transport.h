@@ -59,7 +59,7 @@ public:
     int dead_rank() override;
     std::vector<int> unanswering() override;
     std::map<int, Delivered> delivered() override { return data_.delivered(); }
-    std::string refusal() override;
+    std::string refusal(bool now) override;
     void leave() override;
 
     // Opens a connection to a rank on the control lane, so that the end of the rank is noticed.
@@ -90,7 +90,8 @@ private:
     const int rank_;
     const OnClose on_close_;
     TcpLane data_, control_;
-    std::atomic<bool> is_exhausted_{false};  // no descriptor was left for a connection, twice
+    std::atomic<bool> is_refusing_{false};   // no descriptor is left for a connection
+    std::atomic<bool> is_exhausted_{false};  // this has been so for a while
 
     std::list<Newcomer> newcomers_;  // this and the next two belong to the thread
     bool may_accept_ = true;

@@ -29,7 +29,7 @@ public:
     void move_in_background() override;
     int dead_rank() override { return control_.dead_rank(); }
     std::vector<int> unanswering() override { return control_.unanswering(); }
-    std::string refusal() override { return control_.refusal(); }
+    std::string refusal(bool now) override { return control_.refusal(now); }
     void leave() override;
 
     // Fails all messages and stops the thread: UCX is not called any more.

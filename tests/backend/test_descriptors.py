@@ -154,3 +154,28 @@ def test_none_is_left_for_the_first_repair_of_a_process() -> None:
         [sys.executable, "-c", FIRST_REPAIR], timeout=60, capture_output=True, text=True, check=False, env=clean()
     )
     assert "rank 0: this process has no file descriptor left to repair the group" in done.stdout, done.stderr
+
+
+def test_none_is_left_to_ask_which_rank_is_late() -> None:
+    """The rank received no reply, and named the rank for which it waited. Here rank 2 is late."""
+
+    def body() -> None:
+        rank, one = dist.get_rank(), torch.ones(1)
+        dist.barrier()
+        if rank == 1:
+            dist.group.WORLD.set_timeout(timedelta(seconds=1))
+            taken = take_all_but(0)
+            try:
+                with pytest.raises(CommError, match="rank 1 on host b has no file descriptor left"):
+                    dist.recv(one, 0)
+            finally:
+                for each in taken:
+                    os.close(each)
+        elif rank == 0:
+            with pytest.raises(CommError):
+                dist.recv(one, 2)
+        else:
+            with pytest.raises(CommError):
+                dist.recv(one, 0)
+
+    span("a b c", body)
