@@ -47,6 +47,7 @@ from dist_prims.backend.quorum_ranks import quorum_ranks
 LEAST = 2  # processes
 STEP_LIMIT = 60.0  # seconds without progress
 MARGIN = 5.0  # seconds that a call may take in addition to its timeout
+DUE_TIME = 3.0  # seconds for which an event is tried while processes join
 
 ON_ONE_HOST = Times(collective=1.0, shrink=0.6, stop=2.0)
 # Between hosts no rank may be left out because the machine is slow: a majority of the registers must be left.
@@ -94,6 +95,7 @@ class Storm:
         self.successors: dict[str, tuple[str, list[int]]] = {}  # the group that has taken the place of each one
         self.members: list[int] = []  # of the last group
         self.most = MOST
+        self.due, self.due_until = "", 0.0  # the kind of the next event, and until when it is tried
         self.began = self.progress = time.monotonic()
         self.outcome = Outcome(dict.fromkeys(self.kinds, 0))
         self.log: list[str] = []
@@ -153,8 +155,11 @@ class Storm:
         if self.outcome.events() < events:
             return self.kinds
         rare = {kind for kind in self.kinds if self.outcome.done[kind] < max(1, events // 20)}
-        # Others are killed and join meanwhile: the rare kinds may need ranks on a host that has none.
-        return {kind: weight for kind, weight in self.kinds.items() if rare and kind in rare | {"kill", "join"}}
+        # They may need ranks on a host that has none: then others are killed and join. Otherwise none joins, since that
+        # would hold up faults of hosts.
+        if rare and len({self.host_of[number] for number in self.processes}) < self.hosts.count:
+            rare |= {"kill", "join"} & self.kinds.keys()
+        return {kind: weight for kind, weight in self.kinds.items() if kind in rare}
 
     def let_go_on(self) -> None:
         """Read reports for a random while; start processes if there are too few."""
@@ -187,10 +192,17 @@ class Storm:
         has_majority = not servers or 2 * len(left & {*servers}) > len(servers)
         return has_majority and len(left & {*self.members}) >= LEAST
 
+    def joining(self) -> set[int]:
+        return {*self.processes} - {*self.members} - self.killed
+
     def disturb(self, kinds: dict[str, int]) -> None:
         """Do something to a random process or host, if the group must survive it."""
-        [kind] = self.random.choices([*kinds], [*kinds.values()])
+        if self.due not in kinds or not self.joining() or time.monotonic() > self.due_until:
+            [self.due] = self.random.choices([*kinds], [*kinds.values()])
+            self.due_until = time.monotonic() + DUE_TIME
+        kind = self.due
         if kind == "join":
+            self.due = ""
             if len(self.processes) >= self.most:
                 self.most = self.random.randint(LEAST + 4, MOST)  # so that there are small groups as well
                 return
@@ -200,6 +212,7 @@ class Storm:
             if not (self.harm(self.random.choice([*self.in_group]), kind) if is_of_process else self.harm_hosts(kind)):
                 return
             self.outcome.done[kind] += 1
+        self.due = ""
         if self.hosts.count > 1:  # a majority of the registers must be left: the next event waits for steps
             self.expect_steps()
 
@@ -230,8 +243,8 @@ class Storm:
         """Let the links of a host fail, or of two, and return whether it was done."""
         hosts = sorted({self.host_of[number] for number in self.members})
         count = 2 if kind == "block" else 1
-        joining = {*self.processes} - {*self.members} - self.killed  # with them, other ranks serve the registers
-        if len(hosts) < count or joining or any(fault.hosts for fault in self.faults):
+        # With the processes that join, other ranks serve the registers.
+        if len(hosts) < count or self.joining() or any(fault.hosts for fault in self.faults):
             return False
         ends = self.random.sample(hosts, count)
         of_hosts = [{each for each in self.members if self.host_of[each] == host} for host in ends]
