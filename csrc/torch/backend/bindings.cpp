@@ -1,6 +1,4 @@
 // The Python module dist_prims._backend.
-#include "../mpi/bindings.h"
-
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
@@ -10,10 +8,10 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "../../common/kernels.h"
-#include "../ucx/bindings.h"
 #include "backend.h"
 #include "incremental_tensor.h"
 #include "signed_store.h"
+#include "transport_libraries.h"
 
 namespace py = pybind11;
 
@@ -292,8 +290,7 @@ PYBIND11_MODULE(_backend, module) {
         .def("held", &IncrementalTensor::held, Free())
         .def("is_shown", &IncrementalTensor::is_published, Free());
     name_dtypes();
-    mpi::bind(module);
-    ucx::bind(module);
+    bind_transport_libraries(module);
     module.attr("built_for") = BUILT_FOR_TORCH;
     module.def("instruction_set", &instruction_set);
     module.def("run_exit_actions", &run_exit_actions, Free());
