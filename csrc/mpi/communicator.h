@@ -12,7 +12,7 @@ namespace dist_prims::mpi {
 
 class Communicator {
 public:
-    Communicator(const CommunicatorOptions& options, const WaitHook& look);
+    Communicator(const CommunicatorOptions& options, const WaitHook& wait_hook);
     ~Communicator();
     Communicator(const Communicator&) = delete;
     Communicator& operator=(const Communicator&) = delete;

@@ -10,8 +10,8 @@ namespace {
 class LoadedLibrary : public MpiLibrary {
 public:
     std::string unusable() override { return mpi::unusable(); }
-    std::unique_ptr<Transport> make_transport(const CommunicatorOptions& options, const WaitHook& look) override {
-        return std::make_unique<MpiTransport>(std::make_shared<Communicator>(options, look));
+    std::unique_ptr<Transport> make_transport(const CommunicatorOptions& options, const WaitHook& wait_hook) override {
+        return std::make_unique<MpiTransport>(std::make_shared<Communicator>(options, wait_hook));
     }
     void close() override { Progress::instance().close(); }
 };

@@ -38,7 +38,8 @@ public:
     virtual std::string unusable() = 0;
     // Called by all of the ranks; throws MissingRanksError if one does not come in time, and TransportError if MPI
     // fails.
-    virtual std::unique_ptr<Transport> make_transport(const CommunicatorOptions& options, const WaitHook& look) = 0;
+    virtual std::unique_ptr<Transport> make_transport(const CommunicatorOptions& options,
+                                                      const WaitHook& wait_hook) = 0;
     // Fails the waits for pending messages, and refuses new messages: before MPI is finalised, or the process ends.
     virtual void close() = 0;
 };

@@ -8,12 +8,12 @@ namespace dist_prims::mpi {
 namespace {
 
 // Counts a waiting thread. Progress does not poll a message while a thread waits for it.
-class CountedWait {
+class WaitCount {
 public:
-    explicit CountedWait(std::atomic<int>& waits) : waits_(waits) { ++waits_; }
-    ~CountedWait() { --waits_; }
-    CountedWait(const CountedWait&) = delete;
-    CountedWait& operator=(const CountedWait&) = delete;
+    explicit WaitCount(std::atomic<int>& waits) : waits_(waits) { ++waits_; }
+    ~WaitCount() { --waits_; }
+    WaitCount(const WaitCount&) = delete;
+    WaitCount& operator=(const WaitCount&) = delete;
 
 private:
     std::atomic<int>& waits_;
@@ -38,10 +38,10 @@ MPI_Datatype make_long_type(std::size_t bytes, std::size_t largest) {
 }  // namespace
 
 template <typename Start>
-void MpiMessage::begin(std::size_t bytes, const Start& start) {
+void MpiMessage::start_request(std::size_t bytes, const Start& start) {
     bytes_ = bytes;
     {
-        const std::lock_guard hold(lock());
+        const std::lock_guard guard(mpi_lock());
         if (const std::string why = unusable(); !why.empty()) throw Transport::TransportError(why);
         if (const auto failure = communicator_->failure()) std::rethrow_exception(failure);
         if (bytes > communicator_->largest_count()) {
@@ -58,7 +58,7 @@ void MpiMessage::begin(std::size_t bytes, const Start& start) {
 }
 
 void MpiMessage::send(int to, int tag, const std::byte* data, std::size_t bytes) {
-    begin(bytes, [&](int count, MPI_Datatype type) {
+    start_request(bytes, [&](int count, MPI_Datatype type) {
         check(MPI_Isend(data, count, type, to, tag, communicator_->comm(), &request_), "MPI_Isend");
     });
 }
@@ -67,16 +67,16 @@ void MpiMessage::receive(int from, int tag, std::byte* data, std::size_t bytes, 
     is_receive_ = true;
     may_be_shorter_ = may_be_shorter;
     const int source = from == Transport::kAnyone ? MPI_ANY_SOURCE : from;
-    begin(bytes, [&](int count, MPI_Datatype type) {
+    start_request(bytes, [&](int count, MPI_Datatype type) {
         check(MPI_Irecv(data, count, type, source, tag, communicator_->comm(), &request_), "MPI_Irecv");
     });
 }
 
 bool MpiMessage::test() {
     {
-        const std::lock_guard hold(lock());
+        const std::lock_guard guard(mpi_lock());
         if (is_over_) return true;
-        if (closed() || !look()) return false;
+        if (is_closed() || !test_request()) return false;
         is_over_ = true;
     }
     Progress::instance().remove(this);
@@ -84,12 +84,12 @@ bool MpiMessage::test() {
 }
 
 void MpiMessage::abandon() {
-    const std::lock_guard hold(lock());
-    if (!is_over_) drop();
+    const std::lock_guard guard(mpi_lock());
+    if (!is_over_) cancel_or_keep();
 }
 
 // Called under the lock.
-bool MpiMessage::look() {
+bool MpiMessage::test_request() {
     try {
         int is_done = 0;
         MPI_Status status;
@@ -108,21 +108,22 @@ bool MpiMessage::look() {
     } catch (const Transport::TransportError&) {
         error_ = std::current_exception();
     }
-    if (error_) drop();
+    if (error_) cancel_or_keep();
     return error_ != nullptr;
 }
 
 void MpiMessage::finish_receive(const MPI_Status& status) {
     source_ = status.MPI_SOURCE;
-    MPI_Count came = 0;
-    check(MPI_Get_elements_x(&status, MPI_BYTE, &came), "MPI_Get_elements_x");
-    if (static_cast<std::size_t>(came) != bytes_ && !may_be_shorter_)
-        throw Transport::LengthError("rank " + std::to_string(source_) + " sent a message of " + std::to_string(came) +
-                                     " bytes, and " + std::to_string(bytes_) + " are expected");
+    MPI_Count received_bytes = 0;
+    check(MPI_Get_elements_x(&status, MPI_BYTE, &received_bytes), "MPI_Get_elements_x");
+    if (static_cast<std::size_t>(received_bytes) != bytes_ && !may_be_shorter_)
+        throw Transport::LengthError("rank " + std::to_string(source_) + " sent a message of " +
+                                     std::to_string(received_bytes) + " bytes, and " + std::to_string(bytes_) +
+                                     " are expected");
 }
 
 // Called under the lock. Only a receive can be cancelled: MPI continues to read the memory of a send.
-void MpiMessage::drop() {
+void MpiMessage::cancel_or_keep() {
     if (request_ == MPI_REQUEST_NULL) return;
     int is_done = 0, is_finalized = 0;
     MPI_Finalized(&is_finalized);
@@ -134,11 +135,11 @@ void MpiMessage::drop() {
 bool MpiMessage::wait(Milliseconds limit) {
     const auto until = Clock::now() + limit;
     PollBackoff backoff;
-    const CountedWait counted(waits_);
+    const WaitCount counted(waits_);
     while (!test()) {
-        if (closed())
+        if (is_closed())
             throw Transport::TransportError("the process is about to end, or MPI to be finalised, before this is done");
-        if (is_woken_.exchange(false)) return false;
+        if (is_aborted_.exchange(false)) return false;
         if (Clock::now() >= until) communicator_->fail("the time limit of a message has passed");
         backoff.pause({});
     }
@@ -146,12 +147,12 @@ bool MpiMessage::wait(Milliseconds limit) {
     return true;
 }
 
-void MpiMessage::give_up() {
+void MpiMessage::release() {
     {
-        const std::lock_guard hold(lock());
+        const std::lock_guard guard(mpi_lock());
         if (is_over_) return;
         is_over_ = true;
-        drop();
+        cancel_or_keep();
     }
     Progress::instance().remove(this);
 }

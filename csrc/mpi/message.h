@@ -18,7 +18,7 @@ namespace dist_prims::mpi {
 
 class MpiMessage : public std::enable_shared_from_this<MpiMessage> {
 public:
-    // `owner` keeps the memory: MPI may read the memory of a send even after give_up().
+    // `owner` keeps the memory: MPI may read the memory of a send even after release().
     MpiMessage(std::shared_ptr<Communicator> communicator, Transport::Owner owner)
         : communicator_(std::move(communicator)), owner_(std::move(owner)) {}
 
@@ -34,18 +34,18 @@ public:
     void abandon();
     // As TransportRequest::wait().
     bool wait(Milliseconds limit);
-    void wake() { is_woken_ = true; }
+    void abort() { is_aborted_ = true; }
     int source() const { return source_; }
     bool is_awaited() const { return waits_ > 0; }
     // The caller no longer needs the message. Its memory may go then, unless it has an owner.
-    void give_up();
+    void release();
 
 private:
     template <typename Start>
-    void begin(std::size_t bytes, const Start& start);
-    bool look();
+    void start_request(std::size_t bytes, const Start& start);
+    bool test_request();
     void finish_receive(const MPI_Status& status);
-    void drop();
+    void cancel_or_keep();
 
     const std::shared_ptr<Communicator> communicator_;
     const Transport::Owner owner_;
@@ -53,7 +53,7 @@ private:
     bool is_receive_ = false, may_be_shorter_ = false;
     MPI_Request request_ = MPI_REQUEST_NULL;
     std::exception_ptr error_;  // why it has failed
-    std::atomic<bool> is_over_{false}, is_woken_{false};
+    std::atomic<bool> is_over_{false}, is_aborted_{false};
     std::atomic<int> waits_{0}, source_{Transport::kAnyone};
 };
 

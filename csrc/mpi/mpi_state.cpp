@@ -5,16 +5,16 @@
 namespace dist_prims::mpi {
 namespace {
 
-std::atomic<bool> is_closed{false};
+std::atomic<bool> closed{false};
 
 }  // namespace
 
-std::mutex& lock() {
+std::mutex& mpi_lock() {
     static std::mutex one;
     return one;
 }
 
-std::string words(int code) {
+std::string error_text(int code) {
     std::string text(MPI_MAX_ERROR_STRING, '\0');
     int length = 0;
     if (MPI_Error_string(code, text.data(), &length) != MPI_SUCCESS) return "MPI error " + std::to_string(code);
@@ -22,8 +22,8 @@ std::string words(int code) {
     return text;
 }
 
-void check(int code, const std::string& who_in_what) {
-    if (code != MPI_SUCCESS) throw Transport::TransportError(who_in_what + ": MPI says: " + words(code));
+void check(int code, const std::string& call) {
+    if (code != MPI_SUCCESS) throw Transport::TransportError(call + ": MPI says: " + error_text(code));
 }
 
 std::string unusable() {
@@ -31,7 +31,7 @@ std::string unusable() {
     MPI_Initialized(&initialized);
     MPI_Finalized(&finalized);
     if (!initialized) return "MPI is not initialised; call mpi4py.MPI.Init_thread() first";
-    if (finalized || closed()) return "MPI has been finalised, or this process is about to end";
+    if (finalized || is_closed()) return "MPI has been finalised, or this process is about to end";
     MPI_Query_thread(&level);
     if (level < MPI_THREAD_SERIALIZED)
         return "MPI was initialised for calls from one thread only, but messages in the background are polled by a "
@@ -41,11 +41,11 @@ std::string unusable() {
 }
 
 void mark_closed() {
-    is_closed = true;
+    closed = true;
 }
 
-bool closed() {
-    return is_closed;
+bool is_closed() {
+    return closed;
 }
 
 }  // namespace dist_prims::mpi

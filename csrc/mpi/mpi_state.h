@@ -13,10 +13,10 @@ using Clock = std::chrono::steady_clock;
 
 // All calls of MPI are made under this lock. With MPI_THREAD_SERIALIZED they must be; with MPI_THREAD_MULTIPLE the
 // library would take a lock of its own for each. Nothing that may need Python is done or destroyed under it.
-std::mutex& lock();
+std::mutex& mpi_lock();
 
-std::string words(int code);                           // MPI's own
-void check(int code, const std::string& who_in_what);  // throws TransportError
+std::string error_text(int code);               // MPI's own
+void check(int code, const std::string& call);  // throws TransportError
 
 // Why no message can start: MPI is not initialised, already finalised, or does not allow threads. Empty if all is
 // well.
@@ -24,6 +24,6 @@ std::string unusable();
 
 // From here on MPI counts as finalised.
 void mark_closed();
-bool closed();
+bool is_closed();
 
 }  // namespace dist_prims::mpi

@@ -17,13 +17,13 @@ std::chrono::microseconds poll_interval(Clock::duration quiet);
 
 class PollBackoff {
 public:
-    // Pauses between two polls. `look` is called at intervals.
-    void pause(const WaitHook& look);
+    // Pauses between two polls. `wait_hook` is called at intervals.
+    void pause(const WaitHook& wait_hook);
 
 private:
     const Clock::time_point since_ = Clock::now();
-    Clock::time_point looked_ = since_;
-    int asked_ = 0;
+    Clock::time_point last_hook_ = since_;
+    int polls_ = 0;
 };
 
 }  // namespace dist_prims::mpi

@@ -14,7 +14,7 @@ using namespace std::chrono_literals;
 constexpr auto kUntilSleep = 10ms;  // without a message; to be woken is not for nothing
 constexpr auto kLongestNap = 1ms;
 
-int before_the_end(MPI_Comm, int, void*, void*) {
+int on_finalize(MPI_Comm, int, void*, void*) {
     Progress::instance().close();
     return MPI_SUCCESS;
 }
@@ -30,20 +30,20 @@ Progress& Progress::instance() {
 // MPI_Finalize first deletes the attributes of MPI_COMM_SELF. That is the last moment at which messages can be ended,
 // and it comes no matter which library calls MPI_Finalize.
 Progress::Progress() : owner_(::getpid()) {
-    const std::lock_guard hold(lock());
+    const std::lock_guard guard(mpi_lock());
     int key = MPI_KEYVAL_INVALID;
-    check(MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, before_the_end, &key, nullptr), "MPI_Comm_create_keyval");
+    check(MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, on_finalize, &key, nullptr), "MPI_Comm_create_keyval");
     check(MPI_Comm_set_attr(MPI_COMM_SELF, key, nullptr), "MPI_Comm_set_attr");
 }
 
 void Progress::add(const std::shared_ptr<MpiMessage>& message) {
-    const std::lock_guard hold(guard_);
+    const std::lock_guard lock(guard_);
     pending_.emplace(message.get(), message);
 }
 
 void Progress::remove(const MpiMessage* message) {
     std::shared_ptr<MpiMessage> last;  // its members are destroyed after the lock is released
-    const std::lock_guard hold(guard_);
+    const std::lock_guard lock(guard_);
     if (const auto found = pending_.find(message); found != pending_.end()) {
         last = std::move(found->second);
         pending_.erase(found);
@@ -51,35 +51,36 @@ void Progress::remove(const MpiMessage* message) {
 }
 
 void Progress::wake() {
-    const std::lock_guard hold(guard_);
-    if (closing_) return;
-    event_ = Clock::now();
+    const std::lock_guard lock(guard_);
+    if (is_closing_) return;
+    last_event_ = Clock::now();
     if (!thread_.has_begun()) thread_ = Thread("this rank: the thread that polls MPI", [this] { run(); });
-    if (!asleep_) return;
-    asleep_ = false;
-    awaken_.notify_all();
+    if (!is_asleep_) return;
+    is_asleep_ = false;
+    changed_.notify_all();
 }
 
 void Progress::run() {
-    std::unique_lock hold(guard_);
-    while (!closing_) {
-        if (pending_.empty() && Clock::now() - event_ > kUntilSleep) {
-            asleep_ = true;
-            while (!closing_ && asleep_) wait_for_notification(awaken_, hold);
+    std::unique_lock lock(guard_);
+    while (!is_closing_) {
+        if (pending_.empty() && Clock::now() - last_event_ > kUntilSleep) {
+            is_asleep_ = true;
+            while (!is_closing_ && is_asleep_) wait_for_notification(changed_, lock);
             continue;
         }
         std::vector<std::shared_ptr<MpiMessage>> unawaited;
         for (const auto& [key, message] : pending_) {
             if (!message->is_awaited()) unawaited.push_back(message);
         }
-        hold.unlock();
+        lock.unlock();
         bool ended = false;
         for (const auto& message : unawaited) caught([&] { ended |= message->test(); });
-        const bool any = !unawaited.empty();
+        const bool has_unawaited = !unawaited.empty();
         unawaited.clear();
-        hold.lock();
-        if (ended) event_ = Clock::now();
-        if (!closing_) awaken_.wait_for(hold, any ? poll_interval(Clock::now() - event_) : kLongestNap);
+        lock.lock();
+        if (ended) last_event_ = Clock::now();
+        if (!is_closing_)
+            changed_.wait_for(lock, has_unawaited ? poll_interval(Clock::now() - last_event_) : kLongestNap);
     }
 }
 
@@ -88,22 +89,22 @@ void Progress::close() {
     mark_closed();
     Thread thread;
     {
-        const std::lock_guard hold(guard_);
-        closing_ = true;
+        const std::lock_guard lock(guard_);
+        is_closing_ = true;
         thread = std::move(thread_);
-        awaken_.notify_all();
+        changed_.notify_all();
     }
     thread.end();
-    std::vector<std::shared_ptr<MpiMessage>> left;
+    std::vector<std::shared_ptr<MpiMessage>> pending;
     {
-        const std::lock_guard hold(guard_);
-        for (const auto& [key, message] : pending_) left.push_back(message);
+        const std::lock_guard lock(guard_);
+        for (const auto& [key, message] : pending_) pending.push_back(message);
     }
-    for (const auto& message : left) message->abandon();
+    for (const auto& message : pending) message->abandon();
 }
 
 void Progress::keep(std::shared_ptr<MpiMessage> message) {
-    const std::lock_guard hold(guard_);
+    const std::lock_guard lock(guard_);
     kept_.push_back(std::move(message));
 }
 

@@ -34,11 +34,11 @@ private:
 
     const int owner_;   // the process
     std::mutex guard_;  // of all below
-    std::condition_variable awaken_;
+    std::condition_variable changed_;
     std::map<const MpiMessage*, std::shared_ptr<MpiMessage>> pending_;
     std::vector<std::shared_ptr<MpiMessage>> kept_;
-    Clock::time_point event_ = Clock::now();
-    bool asleep_ = false, closing_ = false;
+    Clock::time_point last_event_ = Clock::now();
+    bool is_asleep_ = false, is_closing_ = false;
     Thread thread_;
 };
 

@@ -11,11 +11,11 @@ namespace {
 class MessageRequest : public Transport::TransportRequest {
 public:
     explicit MessageRequest(std::shared_ptr<MpiMessage> message) : message_(std::move(message)) {}
-    ~MessageRequest() override { message_->give_up(); }
+    ~MessageRequest() override { message_->release(); }
 
     bool wait(std::chrono::milliseconds limit) override { return message_->wait(limit); }
     bool is_done() override { return message_->test(); }
-    void abort() override { message_->wake(); }
+    void abort() override { message_->abort(); }
     int source() override { return message_->source(); }
 
 private:

@@ -9,7 +9,7 @@
 namespace dist_prims::ucx {
 namespace {
 
-std::mutex mutex;
+std::mutex load_lock;
 std::optional<UcxCalls> loaded;
 
 template <typename Function>
@@ -19,33 +19,33 @@ void resolve(void* library, const char* name, Function& function) {
 }
 
 UcxCalls resolve_all(void* library) {
-    UcxCalls found{};
-    resolve(library, "ucp_get_version", found.get_version);
-    resolve(library, "ucp_get_version_string", found.get_version_string);
-    resolve(library, "ucp_config_read", found.config_read);
-    resolve(library, "ucp_config_modify", found.config_modify);
-    resolve(library, "ucp_config_release", found.config_release);
-    resolve(library, "ucp_init_version", found.init_version);
-    resolve(library, "ucp_cleanup", found.cleanup);
-    resolve(library, "ucp_worker_create", found.worker_create);
-    resolve(library, "ucp_worker_destroy", found.worker_destroy);
-    resolve(library, "ucp_worker_get_address", found.worker_get_address);
-    resolve(library, "ucp_worker_release_address", found.worker_release_address);
-    resolve(library, "ucp_worker_get_efd", found.worker_get_efd);
-    resolve(library, "ucp_worker_arm", found.worker_arm);
-    resolve(library, "ucp_worker_progress", found.worker_progress);
-    resolve(library, "ucp_ep_create", found.ep_create);
-    resolve(library, "ucp_ep_flush_nbx", found.ep_flush_nbx);
-    resolve(library, "ucp_ep_close_nbx", found.ep_close_nbx);
-    resolve(library, "ucp_tag_send_nbx", found.tag_send_nbx);
-    resolve(library, "ucp_tag_recv_nbx", found.tag_recv_nbx);
-    resolve(library, "ucp_tag_probe_nb", found.tag_probe_nb);
-    resolve(library, "ucp_tag_msg_recv_nbx", found.tag_msg_recv_nbx);
-    resolve(library, "ucp_request_cancel", found.request_cancel);
-    resolve(library, "ucp_request_check_status", found.request_check_status);
-    resolve(library, "ucp_request_free", found.request_free);
-    resolve(library, "ucs_status_string", found.status_string);
-    return found;
+    UcxCalls resolved{};
+    resolve(library, "ucp_get_version", resolved.get_version);
+    resolve(library, "ucp_get_version_string", resolved.get_version_string);
+    resolve(library, "ucp_config_read", resolved.config_read);
+    resolve(library, "ucp_config_modify", resolved.config_modify);
+    resolve(library, "ucp_config_release", resolved.config_release);
+    resolve(library, "ucp_init_version", resolved.init_version);
+    resolve(library, "ucp_cleanup", resolved.cleanup);
+    resolve(library, "ucp_worker_create", resolved.worker_create);
+    resolve(library, "ucp_worker_destroy", resolved.worker_destroy);
+    resolve(library, "ucp_worker_get_address", resolved.worker_get_address);
+    resolve(library, "ucp_worker_release_address", resolved.worker_release_address);
+    resolve(library, "ucp_worker_get_efd", resolved.worker_get_efd);
+    resolve(library, "ucp_worker_arm", resolved.worker_arm);
+    resolve(library, "ucp_worker_progress", resolved.worker_progress);
+    resolve(library, "ucp_ep_create", resolved.ep_create);
+    resolve(library, "ucp_ep_flush_nbx", resolved.ep_flush_nbx);
+    resolve(library, "ucp_ep_close_nbx", resolved.ep_close_nbx);
+    resolve(library, "ucp_tag_send_nbx", resolved.tag_send_nbx);
+    resolve(library, "ucp_tag_recv_nbx", resolved.tag_recv_nbx);
+    resolve(library, "ucp_tag_probe_nb", resolved.tag_probe_nb);
+    resolve(library, "ucp_tag_msg_recv_nbx", resolved.tag_msg_recv_nbx);
+    resolve(library, "ucp_request_cancel", resolved.request_cancel);
+    resolve(library, "ucp_request_check_status", resolved.request_check_status);
+    resolve(library, "ucp_request_free", resolved.request_free);
+    resolve(library, "ucs_status_string", resolved.status_string);
+    return resolved;
 }
 
 }  // namespace
@@ -55,17 +55,17 @@ const UcxCalls* calls() {
 }
 
 void load(const std::string& libucp) {
-    const std::lock_guard lock(mutex);
+    const std::lock_guard lock(load_lock);
     if (loaded) return;
     void* const library = ::dlopen(libucp.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (!library) throw std::runtime_error(::dlerror());
-    const UcxCalls found = resolve_all(library);
+    const UcxCalls resolved = resolve_all(library);
     unsigned major = 0, minor = 0, release = 0;
-    found.get_version(&major, &minor, &release);
+    resolved.get_version(&major, &minor, &release);
     if (major != UcxCalls::kMajor || minor < UcxCalls::kMinor)
-        throw std::runtime_error("it is UCX " + std::string(found.get_version_string()) +
+        throw std::runtime_error("it is UCX " + std::string(resolved.get_version_string()) +
                                  ", and 1.13 or a later 1.x is needed");
-    loaded = found;
+    loaded = resolved;
 }
 
 void check(ucs_status_t status, const char* what) {

@@ -25,8 +25,8 @@ constexpr ucp_tag_t kFromAny = kAllBits & ~kSenderBits;
 constexpr auto kTimeToArrive = 100ms;
 constexpr auto kBetweenLooks = 50ms;
 constexpr auto kTimeToFlush = 200ms, kTimeToClose = 200ms;
-constexpr int kMaxTurns = 64;             // of progress, so that other threads get the lock
-constexpr std::size_t kMuch = 128 << 10;  // bytes
+constexpr int kMaxPolls = 64;                    // of progress, so that other threads get the lock
+constexpr std::size_t kLoadedBytes = 128 << 10;  // bytes
 
 int sender_of(const ucp_tag_recv_info_t& info) {
     return static_cast<int>((info.sender_tag & kSenderBits) >> kTagBits);
@@ -42,14 +42,14 @@ std::uint64_t group_bits(const std::string& key) {
 }  // namespace
 
 // The lock, and what must be freed without it.
-class Lane::Guard {
+class Lane::LockAndFree {
 public:
-    explicit Guard(Lane& lane) : lane_(lane), lock(lane.mutex_) {}
-    ~Guard() {
-        const auto dropped = std::exchange(lane_.dropped_, {});
+    explicit LockAndFree(Lane& lane) : lane_(lane), lock(lane.mutex_) {}
+    ~LockAndFree() {
+        const auto dropped = std::exchange(lane_.freed_without_lock_, {});
         lock.unlock();
     }
-    Guard(const Guard&) = delete;
+    LockAndFree(const LockAndFree&) = delete;
 
 private:
     Lane& lane_;
@@ -79,7 +79,7 @@ ucp_tag_t Lane::tag_of(int sender, int tag) const {
 }
 
 void Lane::check_open() const {
-    if (!closed_.empty()) throw Transport::TransportError(closed_);
+    if (!close_reason_.empty()) throw Transport::TransportError(close_reason_);
 }
 
 // The connection to a rank; null, and the rank has failed, if there can be none.
@@ -105,57 +105,57 @@ ucp_ep_h Lane::endpoint_to(Peer& peer) {
 }
 
 void Lane::send(const MessagePtr& message) {
-    const Guard guard(*this);
+    const LockAndFree guard(*this);
     check_open();
     Peer& peer = peer_of(*message);
     const ucp_ep_h endpoint = peer.gone.empty() ? endpoint_to(peer) : nullptr;
-    if (!endpoint) return fail(*message, peer);
+    if (!endpoint) return fail_message(*message, peer);
     if (!message->owner && message->bytes) {
-        message->copy.reset(new std::byte[message->bytes]);
-        std::memcpy(message->copy.get(), message->data, message->bytes);
+        message->staging.reset(new std::byte[message->bytes]);
+        std::memcpy(message->staging.get(), message->data, message->bytes);
     }
     ucp_request_param_t parameters{};
     parameters.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
     parameters.cb.send = &Lane::on_sent;
     parameters.user_data = message.get();
-    begin(message, calls()->tag_send_nbx(endpoint, message->copy ? message->copy.get() : message->data, message->bytes,
-                                         tag_of(rank_, message->tag), &parameters));
+    track(message, calls()->tag_send_nbx(endpoint, message->staging ? message->staging.get() : message->data,
+                                         message->bytes, tag_of(rank_, message->tag), &parameters));
 }
 
 void Lane::receive(const MessagePtr& message) {
-    const Guard guard(*this);
+    const LockAndFree guard(*this);
     check_open();
     if (message->claim) {
-        with_claim_.push_back(message);
-        advance();
+        unmatched_with_claim_.push_back(message);
+        progress_worker();
         return;
     }
     const bool is_from_any = message->peer == Transport::kAnyone;
     const ucp_request_param_t parameters = receive_parameters(*message);
-    begin(message, calls()->tag_recv_nbx(worker_->get(), place_of(*message), message->bytes,
+    track(message, calls()->tag_recv_nbx(worker_->get(), receive_buffer(*message), message->bytes,
                                          tag_of(is_from_any ? 0 : message->peer, message->tag),
                                          is_from_any ? kFromAny : kAllBits, &parameters));
     if (message->request && !is_from_any && peer_of(*message).has_failed) {
-        fail(*message, peer_of(*message));
+        fail_message(*message, peer_of(*message));
         calls()->request_cancel(worker_->get(), message->request);
     }
 }
 
 // The message has been given to UCX, which has returned `result`.
-void Lane::begin(const MessagePtr& message, ucs_status_ptr_t result) {
+void Lane::track(const MessagePtr& message, ucs_status_ptr_t result) {
     if (message->is_done || !message->error.empty()) return;  // the callback has run
-    if (!UCS_PTR_IS_PTR(result)) return finish(*message, UCS_PTR_STATUS(result));
+    if (!UCS_PTR_IS_PTR(result)) return end_message(*message, UCS_PTR_STATUS(result));
     message->request = result;
     pending_.emplace(message.get(), message);
-    for (int turn = 0; turn < kMaxTurns && advance(); ++turn) {
+    for (int poll = 0; poll < kMaxPolls && progress_worker(); ++poll) {
     }
     waiting_.wake_others();
 }
 
 // Where UCX puts the bytes of a receive.
-std::byte* Lane::place_of(Message& message) {
-    if (!message.owner && message.bytes && !message.copy) message.copy.reset(new std::byte[message.bytes]);
-    return message.copy ? message.copy.get() : message.data;
+std::byte* Lane::receive_buffer(Message& message) {
+    if (!message.owner && message.bytes && !message.staging) message.staging.reset(new std::byte[message.bytes]);
+    return message.staging ? message.staging.get() : message.data;
 }
 
 // Of a receive that is done at once, only the callback knows the length: UCX 1.13 does not fill in `recv_info`.
@@ -169,9 +169,9 @@ ucp_request_param_t Lane::receive_parameters(Message& message) {
 
 // Looks for messages that meet a receive with a claim. UCX cannot take the claim itself: such a receive is given to UCX
 // only when there is a message for it.
-void Lane::receive_any() {
-    for (std::size_t each = 0; each < with_claim_.size();) {
-        const MessagePtr message = with_claim_[each];
+void Lane::match_receives_with_claim() {
+    for (std::size_t each = 0; each < unmatched_with_claim_.size();) {
+        const MessagePtr message = unmatched_with_claim_[each];
         const ucp_tag_t tag = tag_of(0, message->tag);
         ucp_tag_recv_info_t info{};
         if (!calls()->tag_probe_nb(worker_->get(), tag, kFromAny, 0, &info) || !message->claim->take()) {
@@ -179,35 +179,35 @@ void Lane::receive_any() {
             continue;
         }
         const ucp_tag_message_h found = calls()->tag_probe_nb(worker_->get(), tag, kFromAny, 1, &info);
-        std::erase(with_claim_, message);
+        std::erase(unmatched_with_claim_, message);
         message->peer = sender_of(info);
         const ucp_request_param_t parameters = receive_parameters(*message);
-        begin(message,
-              calls()->tag_msg_recv_nbx(worker_->get(), place_of(*message), message->bytes, found, &parameters));
-        each = 0;  // begin() moves messages, and may come here
+        track(message,
+              calls()->tag_msg_recv_nbx(worker_->get(), receive_buffer(*message), message->bytes, found, &parameters));
+        each = 0;  // track() moves messages, and may come here
     }
 }
 
 void Lane::on_sent(void* request, ucs_status_t status, void* user_data) {
     auto& message = *static_cast<Message*>(user_data);
     calls()->request_free(request);
-    message.lane->finish(message, status);
+    message.lane->end_message(message, status);
 }
 
 void Lane::on_received(void* request, ucs_status_t status, const ucp_tag_recv_info_t* info, void* user_data) {
     auto& message = *static_cast<Message*>(user_data);
     const ucp_tag_recv_info_t found = *info;
     calls()->request_free(request);
-    message.lane->finish(message, status, found);
+    message.lane->end_message(message, status, found);
 }
 
 // UCX does not use the memory of the message any more.
-void Lane::finish(Message& message, ucs_status_t status, const ucp_tag_recv_info_t& info) {
+void Lane::end_message(Message& message, ucs_status_t status, const ucp_tag_recv_info_t& info) {
     message.request = nullptr;
     const bool is_right = message.is_outgoing || info.length == message.bytes || message.may_be_shorter;
     if (status == UCS_OK && is_right) {
-        if (!message.is_outgoing && message.copy && message.data)
-            std::memcpy(message.data, message.copy.get(), info.length);
+        if (!message.is_outgoing && message.staging && message.data)
+            std::memcpy(message.data, message.staging.get(), info.length);
         message.is_done = true;
     } else if (message.error.empty() && (status == UCS_OK || status == UCS_ERR_MESSAGE_TRUNCATED)) {
         message.has_other_length = true;
@@ -217,14 +217,14 @@ void Lane::finish(Message& message, ucs_status_t status, const ucp_tag_recv_info
         message.error = calls()->status_string(status);
     }
     if (const auto found = pending_.find(&message); found != pending_.end()) {
-        dropped_.push_back(std::move(found->second));
+        freed_without_lock_.push_back(std::move(found->second));
         pending_.erase(found);
     }
 }
 
 Lane::WaitResult Lane::wait(Message& message, std::chrono::milliseconds limit) {
     const auto until = Clock::now() + limit;
-    Guard guard(*this);
+    LockAndFree guard(*this);
     if (std::exchange(message.is_aborted, false)) return WaitResult::kAborted;
     const WaitingThreads<Message>::Scope awaited(waiting_, message);
     for (Polling::Wait polling(polling_);;) {
@@ -233,7 +233,7 @@ Lane::WaitResult Lane::wait(Message& message, std::chrono::milliseconds limit) {
         if (message.is_unreachable) throw Transport::UnreachableError(message.error);
         if (!message.error.empty()) throw Transport::TransportError(message.error);
         if (message.is_aborted) return WaitResult::kAborted;
-        if (advance()) {
+        if (progress_worker()) {
             waiting_.wake_others(&message);
             guard.lock.unlock();  // for other threads: much may be arriving
             guard.lock.lock();
@@ -247,25 +247,25 @@ Lane::WaitResult Lane::wait(Message& message, std::chrono::milliseconds limit) {
 }
 
 bool Lane::is_done(const Message& message) {
-    const Guard guard(*this);
+    const LockAndFree guard(*this);
     return message.is_done || !message.error.empty();
 }
 
 int Lane::source(const Message& message) {
-    const Guard guard(*this);
+    const LockAndFree guard(*this);
     return message.peer;
 }
 
 void Lane::abort(Message& message) {
-    const Guard guard(*this);
+    const LockAndFree guard(*this);
     message.is_aborted = true;
     waiting_.wake_others();
 }
 
 void Lane::release(const MessagePtr& message) {
-    const Guard guard(*this);
+    const LockAndFree guard(*this);
     message->data = nullptr;
-    std::erase(with_claim_, message);
+    std::erase(unmatched_with_claim_, message);
     if (message->request && !message->is_outgoing) calls()->request_cancel(worker_->get(), message->request);
 }
 
@@ -273,12 +273,12 @@ void Lane::release(const MessagePtr& message) {
 void Lane::on_error(void* user_data, ucp_ep_h, ucs_status_t status) {
     auto& peer = *static_cast<Peer*>(user_data);
     peer.is_broken = true;
-    peer.lane->has_failures_ = true;
+    peer.lane->has_unhandled_failures_ = true;
     peer.lane->mark_gone(peer, calls()->status_string(status));
 }
 
 void Lane::on_gone(int peer, const Failure& failure) {
-    const Guard guard(*this);
+    const LockAndFree guard(*this);
     Peer& ended = peers_[static_cast<std::size_t>(peer)];
     if (ended.gone.empty()) ended.is_unreachable = failure.is_unreachable();
     mark_gone(ended, failure.text);
@@ -287,44 +287,44 @@ void Lane::on_gone(int peer, const Failure& failure) {
 void Lane::mark_gone(Peer& peer, const std::string& reason) {
     if (!peer.gone.empty()) return;
     peer.gone = reason;
-    peer.since = Clock::now();
-    has_failures_ = true;
+    peer.gone_since = Clock::now();
+    has_unhandled_failures_ = true;
 }
 
 // Lets UCX move messages. Returns how much there was to do.
-unsigned Lane::advance() {
+unsigned Lane::progress_worker() {
     const unsigned count = calls()->worker_progress(worker_->get());
-    if (!with_claim_.empty()) receive_any();
-    if (has_failures_) look_at_failures(count == 0);
+    if (!unmatched_with_claim_.empty()) match_receives_with_claim();
+    if (has_unhandled_failures_) handle_failures(count == 0);
     return count;
 }
 
-void Lane::look_at_failures(bool is_quiet) {
-    has_failures_ = false;
+void Lane::handle_failures(bool is_quiet) {
+    has_unhandled_failures_ = false;
     const auto now = Clock::now();
     for (Peer& peer : peers_) {
         if (peer.is_broken) close_endpoint(peer);
         if (peer.gone.empty() || peer.has_failed) continue;
-        if (is_quiet && now - peer.since > kTimeToArrive)
-            fail(peer);
+        if (is_quiet && now - peer.gone_since > kTimeToArrive)
+            fail_peer(peer);
         else
-            has_failures_ = true;
+            has_unhandled_failures_ = true;
     }
-    std::erase_if(closing_, [](void* request) {
+    std::erase_if(closing_requests_, [](void* request) {
         const bool is_done = calls()->request_check_status(request) != UCS_INPROGRESS;
         if (is_done) calls()->request_free(request);
         return is_done;
     });
-    has_failures_ = has_failures_ || !closing_.empty();
+    has_unhandled_failures_ = has_unhandled_failures_ || !closing_requests_.empty();
 }
 
-void Lane::fail(Message& message, const Peer& peer) {
+void Lane::fail_message(Message& message, const Peer& peer) {
     message.error = peer.gone;
     message.is_unreachable = peer.is_unreachable;
 }
 
 // Fails all messages from and to a rank: no more can come.
-void Lane::fail(Peer& peer) {
+void Lane::fail_peer(Peer& peer) {
     peer.has_failed = true;
     const int number = static_cast<int>(&peer - peers_.data());
     fail_all([number](const Message& message) { return message.peer == number; }, peer);
@@ -332,18 +332,18 @@ void Lane::fail(Peer& peer) {
     waiting_.wake_others();
 }
 
-void Lane::fail_all(const std::function<bool(const Message&)>& concerned, const Peer& cause) {
+void Lane::fail_all(const std::function<bool(const Message&)>& is_concerned, const Peer& cause) {
     std::vector<MessagePtr> found;
     for (const auto& [key, message] : pending_) {
-        if (concerned(*message) && message->error.empty()) found.push_back(message);
+        if (is_concerned(*message) && message->error.empty()) found.push_back(message);
     }
-    for (const MessagePtr& message : with_claim_) {
-        if (concerned(*message)) found.push_back(message);
+    for (const MessagePtr& message : unmatched_with_claim_) {
+        if (is_concerned(*message)) found.push_back(message);
     }
     for (const MessagePtr& message : found) {
-        fail(*message, cause);
+        fail_message(*message, cause);
         if (!message->is_outgoing && message->request) calls()->request_cancel(worker_->get(), message->request);
-        dropped_.push_back(message);  // rather than freed here
+        freed_without_lock_.push_back(message);  // rather than freed here
     }
 }
 
@@ -355,25 +355,25 @@ void Lane::close_endpoint(Peer& peer) {
     parameters.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
     parameters.flags = UCP_EP_CLOSE_FLAG_FORCE;
     void* const request = calls()->ep_close_nbx(std::exchange(peer.endpoint, nullptr), &parameters);
-    if (UCS_PTR_IS_PTR(request)) closing_.push_back(request);
-    has_failures_ = true;
+    if (UCS_PTR_IS_PTR(request)) closing_requests_.push_back(request);
+    has_unhandled_failures_ = true;
 }
 
 void Lane::leave() {
-    const std::lock_guard lock(mutex_);  // without Guard, which may free memory of Python: see TcpLane::leave()
-    if (closed_.empty()) flush();
+    const std::lock_guard lock(mutex_);  // without LockAndFree, which may free memory of Python: see TcpLane::leave()
+    if (close_reason_.empty()) flush();
 }
 
 void Lane::close(const std::string& reason) {
-    const Guard guard(*this);
-    if (!closed_.empty()) return;
-    closed_ = reason;
+    const LockAndFree guard(*this);
+    if (!close_reason_.empty()) return;
+    close_reason_ = reason;
     flush();
     Peer cause{this};
     cause.gone = reason;
     fail_all([](const Message&) { return true; }, cause);
     for (Peer& peer : peers_) close_endpoint(peer);
-    complete(closing_, Clock::now() + kTimeToClose);
+    wait_for_requests(closing_requests_, Clock::now() + kTimeToClose);
     waiting_.wake_others();
 }
 
@@ -386,12 +386,13 @@ void Lane::flush() {
         void* const request = calls()->ep_flush_nbx(peer.endpoint, &parameters);
         if (UCS_PTR_IS_PTR(request)) requests.push_back(request);
     }
-    complete(requests, Clock::now() + kTimeToFlush);
-    closing_.insert(closing_.end(), requests.begin(), requests.end());  // these end with their endpoints
+    wait_for_requests(requests, Clock::now() + kTimeToFlush);
+    closing_requests_.insert(closing_requests_.end(), requests.begin(),
+                             requests.end());  // these end with their endpoints
 }
 
 // Moves messages until the requests have been completed, but not for longer than `until`.
-void Lane::complete(std::vector<void*>& requests, Clock::time_point until) {
+void Lane::wait_for_requests(std::vector<void*>& requests, Clock::time_point until) {
     for (;;) {
         std::erase_if(requests, [](void* request) {
             const bool is_done = calls()->request_check_status(request) != UCS_INPROGRESS;
@@ -404,10 +405,10 @@ void Lane::complete(std::vector<void*>& requests, Clock::time_point until) {
 }
 
 bool Lane::progress() {
-    const Guard guard(*this);
-    if (!closed_.empty()) return true;
+    const LockAndFree guard(*this);
+    if (!close_reason_.empty()) return true;
     bool is_armed = false;
-    for (int turn = 0; turn < kMaxTurns && !is_armed; ++turn) is_armed = !advance() && arm();
+    for (int poll = 0; poll < kMaxPolls && !is_armed; ++poll) is_armed = !progress_worker() && arm();
     waiting_.wake_others();
     return is_armed;
 }
@@ -430,19 +431,19 @@ bool Lane::sleep(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds l
 }
 
 std::chrono::milliseconds Lane::longest_sleep() {
-    const Guard guard(*this);
-    return has_failures_ ? kBetweenLooks : -1ms;
+    const LockAndFree guard(*this);
+    return has_unhandled_failures_ ? kBetweenLooks : -1ms;
 }
 
 bool Lane::is_loaded() {
-    const Guard guard(*this);
+    const LockAndFree guard(*this);
     std::size_t bytes = 0;
     for (const auto& [key, message] : pending_) bytes += message->bytes;
-    return bytes > kMuch;
+    return bytes > kLoadedBytes;
 }
 
 bool Lane::is_idle_since(std::uint64_t& waits) {
-    const Guard guard(*this);
+    const LockAndFree guard(*this);
     return waiting_.is_none_since(waits);
 }
 

@@ -70,14 +70,14 @@ private:
     // The connection to another rank. Its address is the argument of UCX's error handler.
     struct Peer {
         Lane* lane;
-        ucp_ep_h endpoint = nullptr;  // made by the first message to the rank
-        bool is_broken = false;       // the endpoint: it must be closed
-        std::string gone{};           // why nothing can be sent any more; empty as long as the rank is there
-        bool is_unreachable = false;  // no device of UCX leads to the rank, or its host answers nothing
-        Clock::time_point since{};    // when it went
-        bool has_failed = false;      // nothing can come any more either
+        ucp_ep_h endpoint = nullptr;     // made by the first message to the rank
+        bool is_broken = false;          // the endpoint: it must be closed
+        std::string gone{};              // why nothing can be sent any more; empty as long as the rank is there
+        bool is_unreachable = false;     // no device of UCX leads to the rank, or its host answers nothing
+        Clock::time_point gone_since{};  // when it went
+        bool has_failed = false;         // nothing can come any more either
     };
-    class Guard;
+    class LockAndFree;
 
     static void on_sent(void* request, ucs_status_t status, void* message);
     static void on_received(void* request, ucs_status_t status, const ucp_tag_recv_info_t* info, void* message);
@@ -87,20 +87,20 @@ private:
     Peer& peer_of(const Message& message) { return peers_[static_cast<std::size_t>(message.peer)]; }
     ucp_ep_h endpoint_to(Peer& peer);
     void check_open() const;
-    void begin(const MessagePtr& message, ucs_status_ptr_t result);
-    std::byte* place_of(Message& message);
-    void receive_any();
+    void track(const MessagePtr& message, ucs_status_ptr_t result);
+    std::byte* receive_buffer(Message& message);
+    void match_receives_with_claim();
     static ucp_request_param_t receive_parameters(Message& message);
-    void finish(Message& message, ucs_status_t status, const ucp_tag_recv_info_t& info = {});
+    void end_message(Message& message, ucs_status_t status, const ucp_tag_recv_info_t& info = {});
     void mark_gone(Peer& peer, const std::string& reason);
-    static void fail(Message& message, const Peer& peer);
-    void fail(Peer& peer);
-    void fail_all(const std::function<bool(const Message&)>& concerned, const Peer& cause);
-    unsigned advance();
-    void look_at_failures(bool is_quiet);
+    static void fail_message(Message& message, const Peer& peer);
+    void fail_peer(Peer& peer);
+    void fail_all(const std::function<bool(const Message&)>& is_concerned, const Peer& cause);
+    unsigned progress_worker();
+    void handle_failures(bool is_quiet);
     void close_endpoint(Peer& peer);
     void flush();
-    void complete(std::vector<void*>& requests, Clock::time_point until);
+    void wait_for_requests(std::vector<void*>& requests, Clock::time_point until);
     bool arm();
     bool sleep(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds limit);
 
@@ -112,11 +112,11 @@ private:
     std::mutex mutex_;  // of all below, and of the worker
     std::vector<Peer> peers_;
     std::unordered_map<const Message*, MessagePtr> pending_;  // whose memory UCX uses
-    std::vector<MessagePtr> with_claim_;                      // receives that no message has met
-    std::vector<MessagePtr> dropped_;                         // freed without the lock: an owner may run any code
-    std::vector<void*> closing_;                              // requests of UCX that close endpoints
-    bool has_failures_ = false;                               // that look_at_failures() has not yet dealt with
-    std::string closed_;                                      // why; empty as long as the lane is open
+    std::vector<MessagePtr> unmatched_with_claim_;            // receives that no message has met
+    std::vector<MessagePtr> freed_without_lock_;              // freed without the lock: an owner may run any code
+    std::vector<void*> closing_requests_;                     // requests of UCX that close endpoints
+    bool has_unhandled_failures_ = false;                     // that handle_failures() has not yet dealt with
+    std::string close_reason_;                                // why; empty as long as the lane is open
     WaitingThreads<Message> waiting_;
     Polling polling_;
 };

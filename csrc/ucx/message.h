@@ -22,7 +22,7 @@ struct Message {
 
     // UCX cannot always be made to release the memory of a message that has begun. A message without an owner is
     // therefore sent from here, or received into here and then copied.
-    std::unique_ptr<std::byte[]> copy{};
+    std::unique_ptr<std::byte[]> staging{};
     void* request = nullptr;  // of UCX, while UCX uses the memory
 
     bool is_done = false;           // received, or handed to UCX

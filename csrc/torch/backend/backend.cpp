@@ -17,9 +17,9 @@ constexpr WaitGraph::Wait kInCollective{WaitGraph::WaitKind::kCollective};
 
 // Called at intervals by a thread that waits for a collective on the queue. A background thread publishes nothing: the
 // program of this rank continues.
-void look_at_queue(LongWait& waiting) {
+void check_while_waiting(LongWait& waiting) {
     if (!in_background) waiting.published.set(kInCollective);
-    check_signals();
+    run_python_signal_handlers();
 }
 
 // What the profiler shows of a call.
@@ -27,7 +27,7 @@ std::vector<c10::IValue> inputs_of(const Tensors& tensors) {
     return {tensors.begin(), tensors.end()};
 }
 
-FlightRecorder::Entry entry_of(const Call& call, const CallOptions& options, std::uint64_t sequence) {
+FlightRecorder::Entry flight_record_entry(const Call& call, const CallOptions& options, std::uint64_t sequence) {
     FlightRecorder::Entry entry{.sequence = sequence, .count = call.count, .title = options.title};
     entry.dtype = call.collective == Collective::kBarrier ? "" : name_of(call.dtype);
     entry.timeout_ms = options.timeout.count();
@@ -46,10 +46,10 @@ PrimsBackend::PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int ran
     init();
     options_->global_ranks_in_group = setup_->ranks;
     options_->group_name = setup_->group;
-    const GroupCreation creation(store, rank);
+    const CreationFailure creation_failure(store, rank);
     try {
         Hosts hosts = hosts_of(setup_->hosts, rank);
-        host_segment_ = make_host_segment(store, rank, *setup_, hosts, creation, ended);
+        host_segment_ = make_host_segment(store, rank, *setup_, hosts, creation_failure, ended);
         execution_ = make_execution(host_segment_, rank, *setup_, std::move(hosts));
         Call first;  // the ranks must agree on this as on everything
         first.count = host_segment_->slots.capacity();
@@ -60,15 +60,15 @@ PrimsBackend::PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int ran
         delete_rendezvous_key(*store, rank, hosts_of(setup_->hosts, rank));
     } catch (...) {
         if (execution_) execution_->forward_notice();
-        creation.fail(std::current_exception());
+        creation_failure.report(std::current_exception());
     }
-    host_segment_->membership.on_wait(check_signals);
+    host_segment_->membership.on_wait(run_python_signal_handlers);
     // A program that ends need not destroy its groups.
     leave_at_exit_.emplace([this] { leave(); });
 }
 
 PrimsBackend::~PrimsBackend() {
-    if (owner_ == this_process()) {
+    if (owner_process_ == this_process()) {
         shutdown();
         return;
     }
@@ -82,7 +82,7 @@ PrimsBackend::~PrimsBackend() {
 
 void PrimsBackend::setTimeout(Milliseconds timeout) {
     options_->timeout = timeout;
-    for (const auto& each : {gloo_->made(), setup_->accelerator}) {
+    for (const auto& each : {gloo_->get_if_made(), setup_->accelerator}) {
         if (each) each->setTimeout(timeout);
     }
 }
@@ -93,7 +93,7 @@ void PrimsBackend::number_from(std::uint64_t first) {
 }
 
 void PrimsBackend::shutdown() {
-    if (owner_ != this_process()) return;  // a forked child has nothing to end
+    if (owner_process_ != this_process()) return;  // a forked child has nothing to end
     const bool held = Py_IsInitialized() && PyGILState_Check();
     std::optional<pybind11::gil_scoped_release> release;
     if (held) release.emplace();  // work that is waited for may need it
@@ -120,11 +120,11 @@ void PrimsBackend::leave() {
 
 // Jobs and messages call members, so they keep the object, but not the group: when the last reference of a user goes,
 // release_resources() ends it.
-c10::weak_intrusive_ptr<PrimsBackend> PrimsBackend::kept() {
+c10::weak_intrusive_ptr<PrimsBackend> PrimsBackend::weak_reference() {
     return c10::weak_intrusive_ptr<PrimsBackend>(c10::intrusive_ptr<PrimsBackend>::reclaim_copy(this));
 }
 
-c10d::Backend* PrimsBackend::delegate(const Tensors& tensors) {
+c10d::Backend* PrimsBackend::other_backend(const Tensors& tensors) {
     for (const auto& tensor : tensors) {
         if (tensor.is_cpu()) continue;
         check_owner();
@@ -141,43 +141,43 @@ c10d::Backend* PrimsBackend::gloo() {
 }
 
 // Takes the queue for a call that runs on this thread, if that is wanted and the queue is idle.
-PrimsBackend::Taken PrimsBackend::take(const char* title, bool wanted) {
+PrimsBackend::TakenQueue PrimsBackend::take_idle_queue(const char* title, bool wanted) {
     return {queue_->take(title, wanted) ? queue_.get() : nullptr, [](Queue* queue) { queue->give_back(); }};
 }
 
-WorkPtr PrimsBackend::perform(std::vector<CollectiveCall> calls, const CallOptions& options, Tensors outputs) {
+WorkPtr PrimsBackend::run_or_enqueue(std::vector<CollectiveCall> calls, const CallOptions& options, Tensors outputs) {
     // 1. Number the calls, and make their record. A synchronous call on an idle queue runs on this thread.
-    const auto taken = take(options.title, !options.async);
+    const auto taken = take_idle_queue(options.title, !options.async);
     for (CollectiveCall& call : calls) call.announced.sequence = ++sequence_;
     const Call& first = calls.front().announced;
     const std::uint64_t sequence = first.sequence;  // coalesced calls have one number in records
-    const std::uint64_t entry = flight_recorder_.add(entry_of(first, options, sequence), taken != nullptr);
+    const std::uint64_t entry = flight_recorder_.add(flight_record_entry(first, options, sequence), taken != nullptr);
     if (taken) {
         std::optional<at::RecordFunction> range;  // an idle one costs more than the test for a profiler
         if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) [[unlikely]] {
             range.emplace(std::move(*callbacks));
             at::detail::record_function_with_scope(*range, options.title, inputs_of(outputs));
         }
-        run(calls, options.timeout, entry);
+        run_calls(calls, options.timeout, entry);
         return c10::make_intrusive<DoneWork>(rank_, options.type, std::move(outputs), sequence);
     }
     // 2. All others are jobs of the queue, which run in the inference mode of the caller.
     auto work = c10::make_intrusive<PrimsWork>(rank_, options.type, options.title, std::move(outputs), sequence);
     const auto job = std::make_shared<Queue::Job>();
     job->title = options.title;
-    job->done = work->finisher();
-    job->run = [this, kept = kept(), calls = std::move(calls), timeout = options.timeout, entry, like = AsCaller(),
-                called = tracing() ? trace_now() : 0]() mutable {
+    job->done = work->completion();
+    job->run = [this, self = weak_reference(), calls = std::move(calls), timeout = options.timeout, entry,
+                inference_mode = CallerInferenceMode(), called = tracing() ? trace_now() : 0]() mutable {
         trace_queued(*trace_group_, calls.front().announced, called);
-        like.run([&] { run(calls, timeout, entry); });
+        inference_mode.run([&] { run_calls(calls, timeout, entry); });
     };
     // 3. The wait looks for failures meanwhile. After `limit` it ends the group, so that nothing is written late.
     if (options.async) {
         queue_->submit(job);
-        work->waits_by([queue = queue_, host_segment = host_segment_, execution = execution_, job,
-                        title = options.title](Milliseconds limit) {
+        work->set_waiter([queue = queue_, host_segment = host_segment_, execution = execution_, job,
+                          title = options.title](Milliseconds limit) {
             LongWait waiting(host_segment->membership.wait_graph());
-            const auto look = [&] { look_at_queue(waiting); };
+            const auto look = [&] { check_while_waiting(waiting); };
             if (queue->wait(job, limit, look)) return;
             try {
                 while (!host_segment->membership.is_final(waiting.diagnosis, {kInCollective}, limit)) {
@@ -194,16 +194,16 @@ WorkPtr PrimsBackend::perform(std::vector<CollectiveCall> calls, const CallOptio
         });
     } else {
         LongWait waiting(host_segment_->membership.wait_graph());
-        queue_->run(job, [&] { look_at_queue(waiting); });
+        queue_->run(job, [&] { check_while_waiting(waiting); });
         if (work->exception()) std::rethrow_exception(work->exception());
     }
     return work;
 }
 
-void PrimsBackend::run(const std::vector<CollectiveCall>& calls, Milliseconds timeout, std::uint64_t entry) {
+void PrimsBackend::run_calls(const std::vector<CollectiveCall>& calls, Milliseconds timeout, std::uint64_t entry) {
     const at::NoGradGuard no_grad;
     flight_recorder_.start(entry);
-    recorded(entry, [&] {
+    with_flight_record(entry, [&] {
         for (const CollectiveCall& call : calls) {
             const TraceCall traced(*trace_group_, call.announced);
             execution_->run(call, timeout);
@@ -212,7 +212,7 @@ void PrimsBackend::run(const std::vector<CollectiveCall>& calls, Milliseconds ti
 }
 
 template <typename Work>
-void PrimsBackend::recorded(std::uint64_t entry, const Work& work) {
+void PrimsBackend::with_flight_record(std::uint64_t entry, const Work& work) {
     try {
         work();
     } catch (...) {
@@ -315,7 +315,7 @@ void PrimsBackend::all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op) {
                           !execution_->spans_hosts() && !execution_->has_pins(Collective::kAllReduce);
     const CallOptions options = call_options(Collective::kAllReduce, false);
     // 2. Not plain, or the queue is busy: the way of all other calls.
-    const auto taken = take(options.title, is_plain);
+    const auto taken = take_idle_queue(options.title, is_plain);
     if (!taken) {
         c10d::AllreduceOptions opts;
         opts.reduceOp = op;
@@ -325,13 +325,13 @@ void PrimsBackend::all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op) {
         return;
     }
     // 3. Describe the call, compare it with the calls of the other ranks, and reduce.
-    const auto record = profiled("allreduce", false, tensor, tensor);
+    const auto record = profiler_record("allreduce", false, tensor, tensor);
     const auto count = static_cast<std::size_t>(tensor.numel());
-    Call call = call_of(Collective::kAllReduce, tensor, count);
-    call.op = checked("all_reduce", op, tensor);
+    Call call = announced_call(Collective::kAllReduce, tensor, count);
+    call.op = checked_op("all_reduce", op, tensor);
     call.sequence = ++sequence_;
     call.tensor_ref = host_segment_->tensor_ref_of(bytes_of(tensor), count * size_of(call.dtype));
-    recorded(flight_recorder_.add(entry_of(call, options, call.sequence), true), [&] {
+    with_flight_record(flight_recorder_.add(flight_record_entry(call, options, call.sequence), true), [&] {
         const TraceCall traced(*trace_group_, call);
         host_segment_->slots.open(call, options.timeout);
         all_reduce(*host_segment_, call.dtype, call.op, bytes_of(tensor), bytes_of(tensor), count, call.tensor_ref);
@@ -342,8 +342,8 @@ at::Tensor PrimsBackend::allocateTensor(long size, at::TensorOptions options) {
     return shared_tensor({size}, options.dtype().toScalarType());
 }
 
-WorkPtr PrimsBackend::message_with_key(const CallOptions& options, const Tensors& tensors, int peer,
-                                       PointToPoint::Tag key) {
+WorkPtr PrimsBackend::start_message(const CallOptions& options, const Tensors& tensors, int peer,
+                                    PointToPoint::Tag key) {
     const at::Tensor& tensor = tensors[0];
     const bool outgoing = options.type == c10d::OpType::SEND;
     FlightRecorder::Entry entry{
@@ -355,36 +355,36 @@ WorkPtr PrimsBackend::message_with_key(const CallOptions& options, const Tensors
 
     auto work = c10::make_intrusive<PrimsWork>(rank_, options.type, options.title, tensors, messages_);
     const Output data(tensor);
-    auto done = [this, kept = kept(), data, outgoing, number, like = AsCaller(),
-                 finish = work->finisher()](std::exception_ptr error) {
-        if (!outgoing && !error) error = caught([&] { like.run([&] { data.deliver(); }); });
+    auto done = [this, self = weak_reference(), data, outgoing, number, inference_mode = CallerInferenceMode(),
+                 finish = work->completion()](std::exception_ptr error) {
+        if (!outgoing && !error) error = caught([&] { inference_mode.run([&] { data.deliver(); }); });
         caught([&] {
             flight_recorder_.end(number, !error);
             if (error) write_record();
         });
         auto callback = finish(error);
         if (!error) return callback;
-        return std::function<void()>([this, kept, callback = std::move(callback)] {  // runs without the locks of p2p
+        return std::function<void()>([this, self, callback = std::move(callback)] {  // runs without the locks of p2p
             execution_->forward_notice();
             run_abort_hooks();
             if (callback) callback();
         });
     };
     const TraceCall traced(*trace_group_, messages_);
-    BegunMessage begun = execution_->begin_message(
+    StartedMessage begun = execution_->start_message(
         {outgoing,
          peer,
          key,
          {data.data(), static_cast<std::size_t>(tensor.nbytes()), std::make_shared<Output>(data)},
          options.timeout,
          std::move(done)});
-    work->comes_from(std::move(begun.source));
-    work->waits_by(std::move(begun.wait));
+    work->set_source(std::move(begun.source));
+    work->set_waiter(std::move(begun.wait));
     return work;
 }
 
-c10d::Backend* PrimsBackend::message_delegate(const Tensors& tensors, int tag) {
-    auto* const backend = delegate(tensors);
+c10d::Backend* PrimsBackend::other_backend_for_message(const Tensors& tensors, int tag) {
+    auto* const backend = other_backend(tensors);
     if (!backend) execution_->check_tag(tag);
     return backend;
 }

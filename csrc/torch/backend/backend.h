@@ -142,7 +142,7 @@ public:
     int process_of(int rank) const { return host_segment_->membership.process(rank); }
     // Throws if the group has ended, or if reconfigure() has replaced the group with this number.
     void check_alive(const char* what, std::uint64_t group) const;
-    std::uint64_t group_number() const { return reconfigured_; }
+    std::uint64_t group_number() const { return group_number_; }
 #endif
 
     WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
@@ -184,37 +184,37 @@ private:
     ProfiledCall profiled_call(const char* name, const In& inputs, const Out& outputs, int64_t peer) const;
     // The event of a call, for profilers. An input or output is a tensor, a list of tensors, or a list of lists.
     template <typename In, typename Out>
-    ProfilerRecord profiled(const char* name, bool async, const In& inputs, const Out& outputs, int64_t root = -1,
-                            const std::vector<int64_t>& input_splits = {},
-                            const std::vector<int64_t>& output_splits = {}) const;
-    ProfilerRecord profiled_message(const char* name, const Tensors& tensors, int peer) const;
-    WorkPtr start(std::vector<CollectiveCall> calls, const CallOptions& options, Tensors outputs);
-    WorkPtr start(CollectiveCall call, const CallOptions& options, Tensors outputs);
-    WorkPtr perform(std::vector<CollectiveCall> calls, const CallOptions& options, Tensors outputs);
-    void run(const std::vector<CollectiveCall>& calls, Milliseconds timeout, std::uint64_t entry);
-    WorkPtr checked_message(c10d::OpType type, const char* title, const Tensors& tensors, int peer, int tag);
-    WorkPtr message_with_key(const CallOptions& options, const Tensors& tensor, int peer, PointToPoint::Tag key);
+    ProfilerRecord profiler_record(const char* name, bool async, const In& inputs, const Out& outputs,
+                                   int64_t root = -1, const std::vector<int64_t>& input_splits = {},
+                                   const std::vector<int64_t>& output_splits = {}) const;
+    ProfilerRecord message_profiler_record(const char* name, const Tensors& tensors, int peer) const;
+    WorkPtr submit(std::vector<CollectiveCall> calls, const CallOptions& options, Tensors outputs);
+    WorkPtr submit(CollectiveCall call, const CallOptions& options, Tensors outputs);
+    WorkPtr run_or_enqueue(std::vector<CollectiveCall> calls, const CallOptions& options, Tensors outputs);
+    void run_calls(const std::vector<CollectiveCall>& calls, Milliseconds timeout, std::uint64_t entry);
+    WorkPtr check_and_start_message(c10d::OpType type, const char* title, const Tensors& tensors, int peer, int tag);
+    WorkPtr start_message(const CallOptions& options, const Tensors& tensor, int peer, PointToPoint::Tag key);
     // The other backend that serves these tensors; null: this one does.
-    c10d::Backend* delegate(const Tensors& tensors);
-    c10d::Backend* message_delegate(const Tensors& tensors, int tag);
+    c10d::Backend* other_backend(const Tensors& tensors);
+    c10d::Backend* other_backend_for_message(const Tensors& tensors, int tag);
 
-    using Taken = std::unique_ptr<Queue, void (*)(Queue*)>;
-    Taken take(const char* title, bool wanted);
-    c10::weak_intrusive_ptr<PrimsBackend> kept();
+    using TakenQueue = std::unique_ptr<Queue, void (*)(Queue*)>;
+    TakenQueue take_idle_queue(const char* title, bool wanted);
+    c10::weak_intrusive_ptr<PrimsBackend> weak_reference();
     template <typename Work>
-    void recorded(std::uint64_t entry, const Work& work);
+    void with_flight_record(std::uint64_t entry, const Work& work);
     void write_record() const;
     void run_abort_hooks() const;
     void leave();
     c10d::Backend* gloo();
-    void take_group_of(PrimsBackend& made);
+    void take_group_from(PrimsBackend& made);
 
     const c10::intrusive_ptr<Options> options_;
-    const int owner_ = this_process();
+    const int owner_process_ = this_process();
     bool awaits_members_ = false;  // until the first reconfigure
     std::atomic<std::uint64_t> sequence_{0}, messages_{0};
 
-    // take_group_of() exchanges these.
+    // take_group_from() exchanges these.
     std::unique_ptr<const Setup> setup_;
     std::unique_ptr<const TraceGroup> trace_group_;
     std::unique_ptr<LazyBackend> gloo_;
@@ -223,7 +223,7 @@ private:
     std::shared_ptr<Queue> queue_;
     std::atomic<std::uint64_t> incrementals_{0}, windows_{0};
 
-    std::uint64_t reconfigured_ = 0;  // the number of groups that reconfigure() has made for this object
+    std::uint64_t group_number_ = 0;  // the number of groups that reconfigure() has made for this object
     std::set<std::int64_t> used_uuids_;
     mutable std::string handle_;  // empty until it is first needed
     FlightRecorder flight_recorder_;

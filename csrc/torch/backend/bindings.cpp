@@ -101,7 +101,7 @@ using Reconfigure = std::function<BackendPtr(c10::intrusive_ptr<PrimsBackend>, s
 using Describe = std::function<std::string(std::optional<std::pair<double, double>>)>;
 
 // Reads dist_prims/backend/group_setup.py: values, and functions that this side calls.
-Setup setup_of(const py::object& setup, Milliseconds timeout) {
+Setup read_setup(const py::object& setup, Milliseconds timeout) {
     return {
         .timeout = timeout,
         .hosts = field<std::vector<std::string>>(setup, "host_names"),
@@ -138,10 +138,10 @@ Setup setup_of(const py::object& setup, Milliseconds timeout) {
     };
 }
 
-c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                      Milliseconds timeout, const py::object& setup,
-                                      const std::function<int()>& ended) {
-    Setup known = setup_of(setup, timeout);
+c10::intrusive_ptr<PrimsBackend> make_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                              Milliseconds timeout, const py::object& setup,
+                                              const std::function<int()>& ended) {
+    Setup known = read_setup(setup, timeout);
     const py::gil_scoped_release released;
     return c10::make_intrusive<PrimsBackend>(store, rank, size, std::move(known), ended);
 }
@@ -163,7 +163,7 @@ Tensors tensors_of(const std::vector<std::optional<at::Tensor>>& given) {
 
 // The exception of an asynchronous call is raised by each wait for it. One of pybind11's can be raised only once, one
 // of torch's any number of times.
-std::function<void()> repeatable(std::function<void()> call) {
+std::function<void()> raise_repeatedly(std::function<void()> call) {
     if (!call) return call;
     return [call = std::move(call)] {
         try {
@@ -181,10 +181,10 @@ std::function<void()> repeatable(std::function<void()> call) {
 // By a schedule the ranks agree on all lengths, but in an all_to_all only if the blocks of each rank have one length.
 void announce_schedule(CollectiveCall& call, bool is_even) {
     Call& announced = call.announced;
-    call.is_exchange = announced.collective == Collective::kAllToAll;
+    call.is_variable_length = announced.collective == Collective::kAllToAll;
     announced.count = sum_of(call.counts);
-    announced.layout = call.counts.size() > 1 && !call.is_exchange ? checksum(call.counts) : 0;
-    if (call.is_exchange) announced.count = is_even ? announced.count / 2 : 0;
+    announced.layout = call.counts.size() > 1 && !call.is_variable_length ? checksum_of(call.counts) : 0;
+    if (call.is_variable_length) announced.count = is_even ? announced.count / 2 : 0;
 }
 
 // A call of dist_prims, whose arguments are checked: by a schedule or, if there is none, as the group makes it.
@@ -198,18 +198,18 @@ WorkPtr run_call(PrimsBackend& self, const std::string& name, const std::shared_
     const at::Tensor like = first_defined(from, to);
     c10d::ReduceOp reduction;
     reduction.op_ = op.value_or(c10d::ReduceOp::SUM);  // also PREMUL_SUM: the inputs are multiplied
-    const Op kind = op ? checked(name_of(collective), reduction, like) : Op::kNone;
+    const Op kind = op ? checked_op(name_of(collective), reduction, like) : Op::kNone;
     CollectiveCall call = call_of_blocks(collective, like, std::move(from), std::move(to), counts, kind, root);
     if (schedule)
         announce_schedule(call, is_even);
     else if (collective == Collective::kBarrier)
         call.announced = {};
     call.schedule = schedule;
-    call.check = repeatable(std::move(check));
+    call.check = raise_repeatedly(std::move(check));
     return self.run_call(std::move(call), async_op);
 }
 
-void translate(std::exception_ptr error) {
+void set_python_exception(std::exception_ptr error) {
     try {
         if (error) std::rethrow_exception(error);
     } catch (python_error& found) {
@@ -229,8 +229,8 @@ PYBIND11_MODULE(_backend, module) {
     module.doc() = "The backend of torch.distributed; see dist_prims.backend.";
     using Free = py::call_guard<py::gil_scoped_release>;
     py::class_<PrimsBackend, c10d::Backend, c10::intrusive_ptr<PrimsBackend>>(module, "PrimsBackend")
-        .def(py::init(&make), py::kw_only(), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
-             py::arg("setup"), py::arg("ended"))
+        .def(py::init(&make_backend), py::kw_only(), py::arg("store"), py::arg("rank"), py::arg("size"),
+             py::arg("timeout"), py::arg("setup"), py::arg("ended"))
         .def_property_readonly("spans_hosts", &PrimsBackend::spans_hosts)
         .def_property_readonly("transport", &PrimsBackend::transport)
         .def_property_readonly("options", &PrimsBackend::getBackendOptions)
@@ -287,7 +287,7 @@ PYBIND11_MODULE(_backend, module) {
         .def("put", &IncrementalTensor::put, Free())
         .def("all_reduce", &IncrementalTensor::all_reduce, Free())
         .def("forget", &IncrementalTensor::discard, Free())
-        .def("held", &IncrementalTensor::held, Free())
+        .def("held", &IncrementalTensor::deferred_bytes, Free())
         .def("is_shown", &IncrementalTensor::is_published, Free());
     name_dtypes();
     bind_transport_libraries(module);
@@ -297,5 +297,5 @@ PYBIND11_MODULE(_backend, module) {
     module.def(
         "empty", [](const std::vector<int64_t>& shape, at::ScalarType dtype) { return shared_tensor(shape, dtype); },
         Free());
-    py::register_exception_translator(translate);
+    py::register_exception_translator(set_python_exception);
 }

@@ -39,8 +39,8 @@ std::size_t CollectiveCall::bytes() const {
 // they compare the lengths themselves, and need the longest one to know when they are done.
 CollectiveCall call_of_blocks(Collective collective, const at::Tensor& like, Tensors inputs, Tensors outputs,
                               Counts counts, Op op, int root) {
-    CollectiveCall call{call_of(collective, like, 0), std::move(inputs), std::move(outputs), std::move(counts)};
-    call.is_exchange = collective == Collective::kGather || collective == Collective::kAllToAll;
+    CollectiveCall call{announced_call(collective, like, 0), std::move(inputs), std::move(outputs), std::move(counts)};
+    call.is_variable_length = collective == Collective::kGather || collective == Collective::kAllToAll;
     call.announced.op = op;
     call.announced.root = root;
     if (collective == Collective::kGather) {
@@ -49,7 +49,7 @@ CollectiveCall call_of_blocks(Collective collective, const at::Tensor& like, Ten
         call.announced.longest = std::max(longest_of(call.inputs), longest_of(call.outputs));
     } else if (collective == Collective::kAllGather || collective == Collective::kReduceScatter) {
         call.announced.count = sum_of(call.counts);
-        call.announced.layout = checksum(call.counts);
+        call.announced.layout = checksum_of(call.counts);
     } else {
         call.announced.count = call.counts[0];
     }
@@ -71,7 +71,7 @@ int CallBuilder::checked_root(const char* what, int64_t root) const {
 Tensors CallBuilder::list_of_root(const char* what, const std::vector<Tensors>& lists, int root,
                                   const char* verb) const {
     if (rank == root) {
-        as_many(what, lists.at(0).size(), size);
+        must_be_one_per_rank(what, lists.at(0).size(), size);
         return lists[0];
     }
     TORCH_CHECK_VALUE(lists.empty() || lists[0].empty(), what, ": rank ", rank, " is not the root and ", verb,
@@ -81,7 +81,7 @@ Tensors CallBuilder::list_of_root(const char* what, const std::vector<Tensors>& 
 
 CollectiveCall CallBuilder::all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op) const {
     must_be_on_cpu("all_reduce", tensor);
-    const Op kind = checked("all_reduce", op, tensor);
+    const Op kind = checked_op("all_reduce", op, tensor);
     return call_of_blocks(Collective::kAllReduce, tensor, {premultiplied("all_reduce", tensor, op)}, {tensor},
                           {count_of(tensor)}, kind);
 }
@@ -96,42 +96,42 @@ CollectiveCall CallBuilder::broadcast(const at::Tensor& tensor, int64_t root) co
 
 CollectiveCall CallBuilder::reduce(const at::Tensor& tensor, const c10d::ReduceOp& op, int64_t root) const {
     const int to = checked_root("reduce", root);
-    const Op kind = checked("reduce", op, tensor);
+    const Op kind = checked_op("reduce", op, tensor);
     return call_of_blocks(Collective::kReduce, tensor, {premultiplied("reduce", tensor, op)},
                           {rank == to ? tensor : at::Tensor()}, {count_of(tensor)}, kind, to);
 }
 
 CollectiveCall CallBuilder::all_gather(const at::Tensor& input, const Tensors& outputs) const {
     must_be_on_cpu("all_gather", input);
-    as_many("all_gather", outputs.size(), size);
-    alike("all_gather", outputs, input);
+    must_be_one_per_rank("all_gather", outputs.size(), size);
+    must_be_alike("all_gather", outputs, input);
     const auto own = outputs[static_cast<std::size_t>(rank)].numel();
     TORCH_CHECK_VALUE(own == input.numel(), "all_gather: rank ", rank, " gives ", input.numel(),
                       " elements and expects ", own, " from itself");
-    return call_of_blocks(Collective::kAllGather, input, own_block(input), outputs, elements(outputs));
+    return call_of_blocks(Collective::kAllGather, input, own_block(input), outputs, element_counts(outputs));
 }
 
 CollectiveCall CallBuilder::reduce_scatter(const Tensors& inputs, const at::Tensor& output,
                                            const c10d::ReduceOp& op) const {
     must_be_on_cpu("reduce_scatter", output);
-    const Op kind = checked("reduce_scatter", op, output);
-    as_many("reduce_scatter", inputs.size(), size);
-    alike("reduce_scatter", inputs, output);
+    const Op kind = checked_op("reduce_scatter", op, output);
+    must_be_one_per_rank("reduce_scatter", inputs.size(), size);
+    must_be_alike("reduce_scatter", inputs, output);
     const auto own = inputs[static_cast<std::size_t>(rank)].numel();
     TORCH_CHECK_VALUE(own == output.numel(), "reduce_scatter: rank ", rank, " has room for ", output.numel(),
                       " elements and gives ", own, " to itself");
     Tensors addends;
     for (const auto& each : inputs) addends.push_back(premultiplied("reduce_scatter", each, op));
-    return call_of_blocks(Collective::kReduceScatter, output, std::move(addends), own_block(output), elements(inputs),
-                          kind);
+    return call_of_blocks(Collective::kReduceScatter, output, std::move(addends), own_block(output),
+                          element_counts(inputs), kind);
 }
 
 CollectiveCall CallBuilder::gather(const at::Tensor& input, const std::vector<Tensors>& outputs, int64_t root) const {
     const int to = checked_root("gather", root);
     const bool is_root = rank == to;
     Tensors list = list_of_root("gather", outputs, to, "takes");
-    if (is_root) alike("gather", list, input);
-    Counts counts = is_root ? elements(list) : Counts(list.size(), count_of(input));
+    if (is_root) must_be_alike("gather", list, input);
+    Counts counts = is_root ? element_counts(list) : Counts(list.size(), count_of(input));
     return call_of_blocks(Collective::kGather, input, own_block(input), std::move(list), std::move(counts), Op::kNone,
                           to);
 }
@@ -139,7 +139,7 @@ CollectiveCall CallBuilder::gather(const at::Tensor& input, const std::vector<Te
 CollectiveCall CallBuilder::scatter(const std::vector<Tensors>& inputs, const at::Tensor& output, int64_t root) const {
     const int from = checked_root("scatter", root);
     Tensors list = list_of_root("scatter", inputs, from, "gives");
-    if (rank == from) alike("scatter", list, output);
+    if (rank == from) must_be_alike("scatter", list, output);
     for (const auto& each : list)
         TORCH_CHECK_VALUE(!each.defined() || each.numel() == output.numel(), "scatter: a tensor of ", each.numel(),
                           " elements in the list; ", output.numel(), " are needed");
@@ -149,12 +149,12 @@ CollectiveCall CallBuilder::scatter(const std::vector<Tensors>& inputs, const at
 }
 
 CollectiveCall CallBuilder::all_to_all(const Tensors& inputs, const Tensors& outputs) const {
-    as_many("all_to_all", outputs.size(), size);
-    as_many("all_to_all", inputs.size(), size);
+    must_be_one_per_rank("all_to_all", outputs.size(), size);
+    must_be_one_per_rank("all_to_all", inputs.size(), size);
     must_be_on_cpu("all_to_all", inputs[0]);
-    alike("all_to_all", outputs, inputs[0]);
-    alike("all_to_all", inputs, inputs[0]);
-    return call_of_blocks(Collective::kAllToAll, inputs[0], inputs, outputs, elements(inputs));
+    must_be_alike("all_to_all", outputs, inputs[0]);
+    must_be_alike("all_to_all", inputs, inputs[0]);
+    return call_of_blocks(Collective::kAllToAll, inputs[0], inputs, outputs, element_counts(inputs));
 }
 
 }  // namespace dist_prims

@@ -35,13 +35,13 @@ struct CollectiveCall {
     // Called when all ranks are about to make the call; throws where it must not be made.
     std::function<void()> check{};
     // Whether a rank knows the lengths of its own blocks only, so that the ranks have to compare them.
-    bool is_exchange = false;
+    bool is_variable_length = false;
 
     std::shared_ptr<IncrementalReduce> incremental{};  // the sum to complete, in place of the all_reduce itself
 
     // Set by Execution::prepare():
-    SchedulePtr uneven{};  // of an exchange: the schedule if the blocks differ in length
-    Tensors delivered{};   // where the outputs are copied at the end; empty if they are the tensors of the user
+    SchedulePtr uneven_schedule{};  // of an exchange: the schedule if the blocks differ in length
+    Tensors user_outputs{};  // where the outputs are copied at the end; empty if they are the tensors of the user
 
     std::size_t bytes() const;  // of all blocks
 };

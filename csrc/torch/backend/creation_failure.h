@@ -12,22 +12,22 @@
 
 namespace dist_prims {
 
-class GroupCreation {
+class CreationFailure {
 public:
     // `store` must be used by this attempt to make this group only.
-    GroupCreation(c10::intrusive_ptr<c10d::Store> store, int rank) : store_(std::move(store)), rank_(rank) {}
+    CreationFailure(c10::intrusive_ptr<c10d::Store> store, int rank) : store_(std::move(store)), rank_(rank) {}
 
     // Called at intervals by a rank that waits for others: handles signals, and throws if another rank has failed.
-    void look() const;
+    void check() const;
 
     // Called when this rank has failed: tells the others, and throws `error` or the error that caused it.
-    [[noreturn]] void fail(std::exception_ptr error) const;
+    [[noreturn]] void report(std::exception_ptr error) const;
 
 private:
-    std::optional<CommError> reason() const;
-    std::optional<CommError> awaited_reason() const;
-    void tell(CommError::Kind kind, const std::string& text) const;
-    std::string prefix() const;
+    std::optional<CommError> read_reason() const;
+    std::optional<CommError> await_reason() const;
+    void write_reason(CommError::Kind kind, const std::string& text) const;
+    std::string rank_prefix() const;
 
     const c10::intrusive_ptr<c10d::Store> store_;
     const int rank_;

@@ -33,8 +33,9 @@ std::vector<CollectiveCall> calls_of(const char* what, const Tensors& inputs, st
 }  // namespace
 
 void PrimsBackend::check_owner() const {
-    TORCH_CHECK(owner_ == this_process(), "rank ", rank_, ": this process was forked from a rank and is not a rank ",
-                "itself; use the group in process ", owner_, ", or start ranks with dist_prims.spawn");
+    TORCH_CHECK(owner_process_ == this_process(), "rank ", rank_,
+                ": this process was forked from a rank and is not a rank ", "itself; use the group in process ",
+                owner_process_, ", or start ranks with dist_prims.spawn");
     TORCH_CHECK(!awaits_members_, "rank ", rank_, ": the group was made with enable_reconfigure=True and has no ",
                 "members yet; call reconfigure first");
 }
@@ -73,15 +74,15 @@ ProfiledCall PrimsBackend::profiled_call(const char* name, const In& inputs, con
                       .rank = rank_,
                       .size = size_,
                       .global_ranks = options_->global_ranks_in_group};
-    append(call.inputs, inputs);
-    append(call.outputs, outputs);
+    append_defined(call.inputs, inputs);
+    append_defined(call.outputs, outputs);
     return call;
 }
 
 template <typename In, typename Out>
-ProfilerRecord PrimsBackend::profiled(const char* name, bool async, const In& inputs, const Out& outputs, int64_t root,
-                                      const std::vector<int64_t>& input_splits,
-                                      const std::vector<int64_t>& output_splits) const {
+ProfilerRecord PrimsBackend::profiler_record(const char* name, bool async, const In& inputs, const Out& outputs,
+                                             int64_t root, const std::vector<int64_t>& input_splits,
+                                             const std::vector<int64_t>& output_splits) const {
     return ProfilerRecord([&] {
         ProfiledCall call = profiled_call(name, inputs, outputs, root);
         call.is_async = async;
@@ -91,7 +92,7 @@ ProfilerRecord PrimsBackend::profiled(const char* name, bool async, const In& in
     });
 }
 
-ProfilerRecord PrimsBackend::profiled_message(const char* name, const Tensors& tensors, int peer) const {
+ProfilerRecord PrimsBackend::message_profiler_record(const char* name, const Tensors& tensors, int peer) const {
     return ProfilerRecord([&] {
         ProfiledCall call = profiled_call(name, tensors, tensors, peer);
         call.is_async = call.is_message = true;
@@ -101,173 +102,176 @@ ProfilerRecord PrimsBackend::profiled_message(const char* name, const Tensors& t
 }
 
 // Makes calls, after the checks that all have in common.
-WorkPtr PrimsBackend::start(std::vector<CollectiveCall> calls, const CallOptions& options, Tensors outputs) {
+WorkPtr PrimsBackend::submit(std::vector<CollectiveCall> calls, const CallOptions& options, Tensors outputs) {
     check_owner();
     TORCH_CHECK_VALUE(!calls.empty(), options.title, ": there is no tensor");
     for (CollectiveCall& call : calls) execution_->prepare(call);
-    return perform(std::move(calls), options, std::move(outputs));
+    return run_or_enqueue(std::move(calls), options, std::move(outputs));
 }
 
-WorkPtr PrimsBackend::start(CollectiveCall call, const CallOptions& options, Tensors outputs) {
+WorkPtr PrimsBackend::submit(CollectiveCall call, const CallOptions& options, Tensors outputs) {
     std::vector<CollectiveCall> calls(1);
     calls[0] = std::move(call);
-    return start(std::move(calls), options, std::move(outputs));
+    return submit(std::move(calls), options, std::move(outputs));
 }
 
 WorkPtr PrimsBackend::run_call(CollectiveCall call, bool async) {
     const Collective collective = call.announced.collective;
-    const auto record = profiled(profiled_name(collective), async, call.inputs, call.outputs, call.announced.root);
+    const auto record =
+        profiler_record(profiled_name(collective), async, call.inputs, call.outputs, call.announced.root);
     const at::Tensor like = first_defined(call.inputs, call.outputs);
-    return start(std::move(call), call_options(collective, async), {like});
+    return submit(std::move(call), call_options(collective, async), {like});
 }
 
 WorkPtr PrimsBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
     const at::Tensor& tensor = tensors.at(0);
     if (tensor.is_cpu() && tensor.layout() != at::kStrided) return allreduce_sparse(tensors, opts);
-    if (auto* backend = delegate(tensors)) return backend->allreduce(tensors, opts);
-    const auto record = profiled("allreduce", opts.asyncOp, tensors, tensors);
-    return start(builder().all_reduce(only("all_reduce", tensors), opts.reduceOp),
-                 call_options(Collective::kAllReduce, opts), tensors);
+    if (auto* backend = other_backend(tensors)) return backend->allreduce(tensors, opts);
+    const auto record = profiler_record("allreduce", opts.asyncOp, tensors, tensors);
+    return submit(builder().all_reduce(only_tensor("all_reduce", tensors), opts.reduceOp),
+                  call_options(Collective::kAllReduce, opts), tensors);
 }
 
 WorkPtr PrimsBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
-    if (auto* backend = delegate(tensors)) return backend->allreduce_coalesced(tensors, opts);
-    const auto record = profiled("allreduce_coalesced", opts.asyncOp, tensors, tensors);
+    if (auto* backend = other_backend(tensors)) return backend->allreduce_coalesced(tensors, opts);
+    const auto record = profiler_record("allreduce_coalesced", opts.asyncOp, tensors, tensors);
     std::vector<CollectiveCall> calls;
     for (const auto& tensor : tensors) calls.push_back(builder().all_reduce(tensor, opts.reduceOp));
-    return start(std::move(calls), call_options(Collective::kAllReduce, opts, c10d::OpType::ALLREDUCE_COALESCED),
-                 tensors);
+    return submit(std::move(calls), call_options(Collective::kAllReduce, opts, c10d::OpType::ALLREDUCE_COALESCED),
+                  tensors);
 }
 
 WorkPtr PrimsBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
-    if (auto* backend = delegate(tensors)) return backend->broadcast(tensors, opts);
-    const auto record = profiled("broadcast", opts.asyncOp, tensors, tensors, opts.rootRank);
-    return start(builder().broadcast(only("broadcast", tensors), opts.rootRank),
-                 call_options(Collective::kBroadcast, opts), tensors);
+    if (auto* backend = other_backend(tensors)) return backend->broadcast(tensors, opts);
+    const auto record = profiler_record("broadcast", opts.asyncOp, tensors, tensors, opts.rootRank);
+    return submit(builder().broadcast(only_tensor("broadcast", tensors), opts.rootRank),
+                  call_options(Collective::kBroadcast, opts), tensors);
 }
 
 WorkPtr PrimsBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
-    if (auto* backend = delegate(tensors)) return backend->reduce(tensors, opts);
-    const auto record = profiled("reduce", opts.asyncOp, tensors, tensors, opts.rootRank);
-    return start(builder().reduce(only("reduce", tensors), opts.reduceOp, opts.rootRank),
-                 call_options(Collective::kReduce, opts), tensors);
+    if (auto* backend = other_backend(tensors)) return backend->reduce(tensors, opts);
+    const auto record = profiler_record("reduce", opts.asyncOp, tensors, tensors, opts.rootRank);
+    return submit(builder().reduce(only_tensor("reduce", tensors), opts.reduceOp, opts.rootRank),
+                  call_options(Collective::kReduce, opts), tensors);
 }
 
 WorkPtr PrimsBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
-    if (auto* backend = delegate(inputs)) return backend->allgather(outputs, inputs, opts);
-    const auto record = profiled("all_gather", opts.asyncOp, inputs, outputs);
-    const auto& input = only("all_gather", inputs);
-    return start(builder().all_gather(input, outputs.at(0)), call_options(Collective::kAllGather, opts), outputs.at(0));
+    if (auto* backend = other_backend(inputs)) return backend->allgather(outputs, inputs, opts);
+    const auto record = profiler_record("all_gather", opts.asyncOp, inputs, outputs);
+    const auto& input = only_tensor("all_gather", inputs);
+    return submit(builder().all_gather(input, outputs.at(0)), call_options(Collective::kAllGather, opts),
+                  outputs.at(0));
 }
 
 WorkPtr PrimsBackend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) {
-    if (auto* backend = delegate({input})) return backend->_allgather_base(output, input, opts);
-    const auto record = profiled("_allgather_base", opts.asyncOp, input, output);
-    return start(builder().all_gather(input, blocks("all_gather", output, size_)),
-                 call_options(Collective::kAllGather, opts, c10d::OpType::_ALLGATHER_BASE), {output});
+    if (auto* backend = other_backend({input})) return backend->_allgather_base(output, input, opts);
+    const auto record = profiler_record("_allgather_base", opts.asyncOp, input, output);
+    return submit(builder().all_gather(input, split_into_blocks("all_gather", output, size_)),
+                  call_options(Collective::kAllGather, opts, c10d::OpType::_ALLGATHER_BASE), {output});
 }
 
 WorkPtr PrimsBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& opts) {
-    if (auto* backend = delegate(inputs)) return backend->allgather_coalesced(outputs, inputs, opts);
-    const auto record = profiled("allgather_coalesced", opts.asyncOp, inputs, outputs);
+    if (auto* backend = other_backend(inputs)) return backend->allgather_coalesced(outputs, inputs, opts);
+    const auto record = profiler_record("allgather_coalesced", opts.asyncOp, inputs, outputs);
     std::vector<CollectiveCall> calls;
     for (std::size_t each = 0; each < inputs.size(); ++each) {
         Tensors places;
         for (const auto& of_rank : outputs) places.push_back(of_rank.at(each));
         calls.push_back(builder().all_gather(inputs[each], places));
     }
-    return start(std::move(calls), call_options(Collective::kAllGather, opts, c10d::OpType::ALLGATHER_COALESCED),
-                 inputs);
+    return submit(std::move(calls), call_options(Collective::kAllGather, opts, c10d::OpType::ALLGATHER_COALESCED),
+                  inputs);
 }
 
 WorkPtr PrimsBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                       const c10d::AllgatherOptions& opts) {
-    if (auto* backend = delegate(inputs)) return backend->allgather_into_tensor_coalesced(outputs, inputs, opts);
-    const auto record = profiled("allgather_into_tensor_coalesced", opts.asyncOp, inputs, outputs);
+    if (auto* backend = other_backend(inputs)) return backend->allgather_into_tensor_coalesced(outputs, inputs, opts);
+    const auto record = profiler_record("allgather_into_tensor_coalesced", opts.asyncOp, inputs, outputs);
     auto calls = calls_of("all_gather", inputs, outputs.size(), [&](std::size_t each) {
-        return builder().all_gather(inputs[each], blocks("all_gather", outputs[each], size_));
+        return builder().all_gather(inputs[each], split_into_blocks("all_gather", outputs[each], size_));
     });
-    return start(std::move(calls), call_options(Collective::kAllGather, opts, c10d::OpType::COALESCED), outputs);
+    return submit(std::move(calls), call_options(Collective::kAllGather, opts, c10d::OpType::COALESCED), outputs);
 }
 
 WorkPtr PrimsBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
-    if (auto* backend = delegate(inputs)) return backend->gather(outputs, inputs, opts);
-    const auto record = profiled("gather", opts.asyncOp, inputs, outputs, opts.rootRank);
-    return start(builder().gather(only("gather", inputs), outputs, opts.rootRank),
-                 call_options(Collective::kGather, opts), rank_ == opts.rootRank ? outputs.at(0) : Tensors{});
+    if (auto* backend = other_backend(inputs)) return backend->gather(outputs, inputs, opts);
+    const auto record = profiler_record("gather", opts.asyncOp, inputs, outputs, opts.rootRank);
+    return submit(builder().gather(only_tensor("gather", inputs), outputs, opts.rootRank),
+                  call_options(Collective::kGather, opts), rank_ == opts.rootRank ? outputs.at(0) : Tensors{});
 }
 
 // Only the root's call uses the tensor.
 WorkPtr PrimsBackend::gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) {
     Tensors inputs{input};
     std::vector<Tensors> outputs;
-    if (rank_ == opts.rootRank) outputs.push_back(blocks("gather", output, size_));
+    if (rank_ == opts.rootRank) outputs.push_back(split_into_blocks("gather", output, size_));
     return gather(outputs, inputs, opts);
 }
 
 WorkPtr PrimsBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) {
-    if (auto* backend = delegate(outputs)) return backend->scatter(outputs, inputs, opts);
-    const auto record = profiled("scatter", opts.asyncOp, inputs, outputs, opts.rootRank);
-    return start(builder().scatter(inputs, only("scatter", outputs), opts.rootRank),
-                 call_options(Collective::kScatter, opts), outputs);
+    if (auto* backend = other_backend(outputs)) return backend->scatter(outputs, inputs, opts);
+    const auto record = profiler_record("scatter", opts.asyncOp, inputs, outputs, opts.rootRank);
+    return submit(builder().scatter(inputs, only_tensor("scatter", outputs), opts.rootRank),
+                  call_options(Collective::kScatter, opts), outputs);
 }
 
 WorkPtr PrimsBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                      const c10d::ReduceScatterOptions& opts) {
-    if (auto* backend = delegate(outputs)) return backend->reduce_scatter(outputs, inputs, opts);
-    const auto record = profiled("reduce_scatter", opts.asyncOp, inputs, outputs);
-    return start(builder().reduce_scatter(inputs.at(0), only("reduce_scatter", outputs), opts.reduceOp),
-                 call_options(Collective::kReduceScatter, opts), outputs);
+    if (auto* backend = other_backend(outputs)) return backend->reduce_scatter(outputs, inputs, opts);
+    const auto record = profiler_record("reduce_scatter", opts.asyncOp, inputs, outputs);
+    return submit(builder().reduce_scatter(inputs.at(0), only_tensor("reduce_scatter", outputs), opts.reduceOp),
+                  call_options(Collective::kReduceScatter, opts), outputs);
 }
 
 WorkPtr PrimsBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                            const c10d::ReduceScatterOptions& opts) {
-    if (auto* backend = delegate({input})) return backend->_reduce_scatter_base(output, input, opts);
-    const auto record = profiled("_reduce_scatter_base", opts.asyncOp, input, output);
-    return start(builder().reduce_scatter(blocks("reduce_scatter", packed(input), size_), output, opts.reduceOp),
-                 call_options(Collective::kReduceScatter, opts, c10d::OpType::_REDUCE_SCATTER_BASE), {output});
+    if (auto* backend = other_backend({input})) return backend->_reduce_scatter_base(output, input, opts);
+    const auto record = profiler_record("_reduce_scatter_base", opts.asyncOp, input, output);
+    return submit(
+        builder().reduce_scatter(split_into_blocks("reduce_scatter", packed(input), size_), output, opts.reduceOp),
+        call_options(Collective::kReduceScatter, opts, c10d::OpType::_REDUCE_SCATTER_BASE), {output});
 }
 
 WorkPtr PrimsBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                       const c10d::ReduceScatterOptions& opts) {
-    if (auto* backend = delegate(inputs)) return backend->reduce_scatter_tensor_coalesced(outputs, inputs, opts);
-    const auto record = profiled("reduce_scatter_tensor_coalesced", opts.asyncOp, inputs, outputs);
+    if (auto* backend = other_backend(inputs)) return backend->reduce_scatter_tensor_coalesced(outputs, inputs, opts);
+    const auto record = profiler_record("reduce_scatter_tensor_coalesced", opts.asyncOp, inputs, outputs);
     auto calls = calls_of("reduce_scatter", inputs, outputs.size(), [&](std::size_t each) {
-        return builder().reduce_scatter(blocks("reduce_scatter", packed(inputs[each]), size_), outputs[each],
+        return builder().reduce_scatter(split_into_blocks("reduce_scatter", packed(inputs[each]), size_), outputs[each],
                                         opts.reduceOp);
     });
-    return start(std::move(calls), call_options(Collective::kReduceScatter, opts, c10d::OpType::COALESCED), outputs);
+    return submit(std::move(calls), call_options(Collective::kReduceScatter, opts, c10d::OpType::COALESCED), outputs);
 }
 
 WorkPtr PrimsBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                                     std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) {
-    if (auto* backend = delegate({input}))
+    if (auto* backend = other_backend({input}))
         return backend->alltoall_base(output, input, output_splits, input_splits, opts);
     const bool is_even = input_splits.empty() && output_splits.empty();
-    const auto record =
-        profiled(is_even ? "all_to_all" : "all_to_allv", opts.asyncOp, input, output, -1, input_splits, output_splits);
-    return start(builder().all_to_all(blocks("all_to_all", packed(input), size_, input_splits),
-                                      blocks("all_to_all", output, size_, output_splits)),
-                 call_options(Collective::kAllToAll, opts, c10d::OpType::ALLTOALL_BASE), {output});
+    const auto record = profiler_record(is_even ? "all_to_all" : "all_to_allv", opts.asyncOp, input, output, -1,
+                                        input_splits, output_splits);
+    return submit(builder().all_to_all(split_into_blocks("all_to_all", packed(input), size_, input_splits),
+                                       split_into_blocks("all_to_all", output, size_, output_splits)),
+                  call_options(Collective::kAllToAll, opts, c10d::OpType::ALLTOALL_BASE), {output});
 }
 
 WorkPtr PrimsBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
-    if (auto* backend = delegate(inputs)) return backend->alltoall(outputs, inputs, opts);
-    const auto record = profiled("all_to_all", opts.asyncOp, inputs, outputs);
-    return start(builder().all_to_all(inputs, outputs), call_options(Collective::kAllToAll, opts), outputs);
+    if (auto* backend = other_backend(inputs)) return backend->alltoall(outputs, inputs, opts);
+    const auto record = profiler_record("all_to_all", opts.asyncOp, inputs, outputs);
+    return submit(builder().all_to_all(inputs, outputs), call_options(Collective::kAllToAll, opts), outputs);
 }
 
 WorkPtr PrimsBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-    auto* const backend = delegate(tensors);
-    const auto record = profiled("allreduce_sparse", opts.asyncOp, tensors, tensors);
+    auto* const backend = other_backend(tensors);
+    const auto record = profiler_record("allreduce_sparse", opts.asyncOp, tensors, tensors);
     return (backend ? backend : gloo())->allreduce(tensors, opts);
 }
 
 WorkPtr PrimsBackend::barrier(const c10d::BarrierOptions& opts) {
     if (setup_->accelerator && opts.device && !opts.device->is_cpu()) return setup_->accelerator->barrier(opts);
-    const auto record = profiled("barrier", opts.asyncOp, Tensors(), Tensors());
-    return start(CollectiveCall{}, call_options(Collective::kBarrier, opts), {});
+    const auto record = profiler_record("barrier", opts.asyncOp, Tensors(), Tensors());
+    return submit(CollectiveCall{}, call_options(Collective::kBarrier, opts), {});
 }
 
 void PrimsBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
@@ -278,36 +282,37 @@ void PrimsBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_
 }
 
 WorkPtr PrimsBackend::send(Tensors& tensors, int to, int tag) {
-    const auto record = profiled_message("send", tensors, to);
-    if (auto* backend = message_delegate(tensors, tag)) return backend->send(tensors, to, tag);
-    return checked_message(c10d::OpType::SEND, "dist_prims:send", tensors, to, tag);
+    const auto record = message_profiler_record("send", tensors, to);
+    if (auto* backend = other_backend_for_message(tensors, tag)) return backend->send(tensors, to, tag);
+    return check_and_start_message(c10d::OpType::SEND, "dist_prims:send", tensors, to, tag);
 }
 
 WorkPtr PrimsBackend::recv(Tensors& tensors, int from, int tag) {
-    const auto record = profiled_message("recv", tensors, from);
-    if (auto* backend = message_delegate(tensors, tag)) return backend->recv(tensors, from, tag);
-    return checked_message(c10d::OpType::RECV, "dist_prims:recv", tensors, from, tag);
+    const auto record = message_profiler_record("recv", tensors, from);
+    if (auto* backend = other_backend_for_message(tensors, tag)) return backend->recv(tensors, from, tag);
+    return check_and_start_message(c10d::OpType::RECV, "dist_prims:recv", tensors, from, tag);
 }
 
 WorkPtr PrimsBackend::recvAnysource(Tensors& tensors, int tag) {
-    const auto record = profiled_message("recv", tensors, -1);
-    if (auto* backend = message_delegate(tensors, tag)) return backend->recvAnysource(tensors, tag);
-    return checked_message(c10d::OpType::RECVANYSOURCE, "dist_prims:recv", tensors, -1, tag);
+    const auto record = message_profiler_record("recv", tensors, -1);
+    if (auto* backend = other_backend_for_message(tensors, tag)) return backend->recvAnysource(tensors, tag);
+    return check_and_start_message(c10d::OpType::RECVANYSOURCE, "dist_prims:recv", tensors, -1, tag);
 }
 
-WorkPtr PrimsBackend::checked_message(c10d::OpType type, const char* title, const Tensors& tensors, int peer, int tag) {
+WorkPtr PrimsBackend::check_and_start_message(c10d::OpType type, const char* title, const Tensors& tensors, int peer,
+                                              int tag) {
     check_owner();
-    const auto& tensor = only(title, tensors);
+    const auto& tensor = only_tensor(title, tensors);
     TORCH_CHECK_VALUE(type == c10d::OpType::RECVANYSOURCE || (peer >= 0 && peer < size_), title, ": rank ", peer,
                       " is not in a group of ", size_, " ranks");
     if (type != c10d::OpType::SEND) must_be_distinct(title, tensor);
-    return message_with_key({type, title, options_->timeout, true}, tensors, peer, static_cast<std::uint32_t>(tag));
+    return start_message({type, title, options_->timeout, true}, tensors, peer, static_cast<std::uint32_t>(tag));
 }
 
 WorkPtr PrimsBackend::all_reduce_incremental(const at::Tensor& tensor,
                                              const std::shared_ptr<IncrementalReduce>& incremental,
                                              std::uint64_t number, bool async) {
-    const auto record = profiled("allreduce", async, tensor, tensor);
+    const auto record = profiler_record("allreduce", async, tensor, tensor);
     CollectiveCall call = builder().all_reduce(tensor, c10d::ReduceOp::SUM);
     if (execution_->schedule_for(Collective::kAllReduce, tensor.nbytes(), -1)) {  // pinned after the sum had begun
         incremental->settle();
@@ -316,7 +321,7 @@ WorkPtr PrimsBackend::all_reduce_incremental(const at::Tensor& tensor,
         call.announced.set_algorithm("incremental reduce " + std::to_string(number) + ", round " +
                                      std::to_string(incremental->round()));
     }
-    return start(std::move(call), call_options(Collective::kAllReduce, async), {tensor});
+    return submit(std::move(call), call_options(Collective::kAllReduce, async), {tensor});
 }
 
 }  // namespace dist_prims

@@ -11,7 +11,7 @@ namespace {
 
 // Inputs become packed. Outputs that are not packed get staging buffers; and so do all outputs if one of them shares
 // memory with an input or with another output, because the call would write what it has still to read.
-void stage(CollectiveCall& call) {
+void stage_outputs(CollectiveCall& call) {
     for (at::Tensor& input : call.inputs) {
         if (input.defined() && !is_packed(input)) input = packed(input);
     }
@@ -21,7 +21,7 @@ void stage(CollectiveCall& call) {
         return output.defined() && (overlap || !is_packed(output));
     };
     if (std::none_of(call.outputs.begin(), call.outputs.end(), needs_staging)) return;
-    call.delivered = call.outputs;
+    call.user_outputs = call.outputs;
     for (at::Tensor& output : call.outputs) {
         if (needs_staging(output)) output = at::empty(output.sizes(), output.options());
     }
@@ -29,14 +29,14 @@ void stage(CollectiveCall& call) {
 
 // Copies staging buffers to the outputs, in the order of the blocks.
 void deliver(const CollectiveCall& call) {
-    for (std::size_t block = 0; block < call.delivered.size(); ++block) {
-        if (!call.delivered[block].is_same(call.outputs[block])) call.delivered[block].copy_(call.outputs[block]);
+    for (std::size_t block = 0; block < call.user_outputs.size(); ++block) {
+        if (!call.user_outputs[block].is_same(call.outputs[block])) call.user_outputs[block].copy_(call.outputs[block]);
     }
 }
 
 // Gives an all_to_all the blocks of its schedule.
 void separate_blocks(CollectiveCall& call) {
-    const Counts received = elements(call.outputs);
+    const Counts received = element_counts(call.outputs);
     call.outputs.insert(call.outputs.begin(), call.inputs.size(), at::Tensor());
     call.inputs.resize(call.outputs.size());
     call.counts.insert(call.counts.end(), received.begin(), received.end());
@@ -50,48 +50,48 @@ bool is_even(const Counts& counts) {
 
 void Execution::prepare(CollectiveCall& call) {
     const Collective collective = call.announced.collective;
-    call.is_exchange = call.is_exchange && (call.schedule || spans_hosts() || has_pins(collective));
-    if (call.is_exchange) {
-        prepare_exchange(call);
+    call.is_variable_length = call.is_variable_length && (call.schedule || spans_hosts() || has_pins(collective));
+    if (call.is_variable_length) {
+        prepare_variable_length(call);
     } else if (!call.schedule && !call.incremental) {
         call.schedule = collective == Collective::kBarrier
-                            ? pinned(collective, 0, -1)
+                            ? pinned_schedule(collective, 0, -1)
                             : schedule_for(collective, call.bytes(), call.announced.root);
     }
-    if (call.schedule && !call.is_exchange) call.announced.set_algorithm(call.schedule->name);
+    if (call.schedule && !call.is_variable_length) call.announced.set_algorithm(call.schedule->name);
     if (call.schedule && collective == Collective::kBarrier && call.inputs.empty()) {
         call.inputs = call.outputs = {at::zeros({1}, at::kByte)};  // a message without data would not be sent
         call.counts = {1};
     }
-    stage(call);
+    stage_outputs(call);
 }
 
-void Execution::prepare_exchange(CollectiveCall& call) {
+void Execution::prepare_variable_length(CollectiveCall& call) {
     const Call& announced = call.announced;
     const auto size = static_cast<std::size_t>(size_);
     if (announced.collective == Collective::kAllToAll && call.inputs.size() == size) separate_blocks(call);
     if (call.schedule) {
         call.announced.set_algorithm(call.schedule->name);
-        call.uneven = call.schedule;
+        call.uneven_schedule = call.schedule;
         return;
     }
-    if (const auto pinned = pins(announced.collective)) call.announced.set_algorithm(pinned->text);
+    if (const auto pins = pins_of(announced.collective)) call.announced.set_algorithm(pins->text);
     const std::uint64_t bytes = size * call.counts[0] * size_of(announced.dtype);
     if (is_even(call.counts)) call.schedule = schedule_for(announced.collective, bytes, announced.root);
-    call.uneven = schedule_for_uneven(call);
+    call.uneven_schedule = schedule_for_uneven(call);
 }
 
 void Execution::run(const CollectiveCall& call, Milliseconds timeout) {
     const Call& announced = call.announced;
-    if (call.is_exchange) {
-        exchange(call, timeout);
+    if (call.is_variable_length) {
+        run_variable_length(call, timeout);
     } else if (call.incremental) {
         host_segment_->slots.open(announced, timeout);
         call.incremental->finish(*host_segment_);
     } else if (!call.schedule) {
         run_by_slots(call, timeout);
     } else if (call.schedule->is_piggyback) {
-        agree_and_move(announced, in_blocks(call.inputs, call.outputs, call.counts), timeout, {}, {});
+        agree_and_move(announced, program_buffer(call.inputs, call.outputs, call.counts), timeout, {}, {});
     } else {
         agree(announced, timeout);
         if (call.check) call.check();
@@ -108,16 +108,17 @@ void Execution::run(const CollectiveCall& call, Milliseconds timeout) {
 //     a checksum of its schedule        the sum is size times this checksum if all ranks have the same
 //
 // If all pairs match and no rank has blocks of different lengths, all blocks have one length.
-void Execution::exchange(const CollectiveCall& call, Milliseconds timeout) {
+void Execution::run_variable_length(const CollectiveCall& call, Milliseconds timeout) {
     // 1. Add the terms of all ranks. Small data of a schedule may travel with them.
-    const ExchangeLengths lengths = lengths_of(call);
+    const BlockLengths lengths = block_lengths(call);
     const std::uint64_t schedule_checksum = Checksum().add(call.schedule ? call.schedule->name : "").value();
-    const Terms terms{difference_of(lengths), is_even(call.counts) ? 0u : 1u, schedule_checksum};
+    const Terms terms{mismatch_term(lengths), is_even(call.counts) ? 0u : 1u, schedule_checksum};
     const Terms matching_terms{0, 0, schedule_checksum * static_cast<std::uint64_t>(size_)};
     const bool is_piggyback = call.schedule && call.schedule->is_piggyback;
-    const Terms sum = is_piggyback ? agree_and_move(call.announced, in_blocks(call.inputs, call.outputs, call.counts),
-                                                    timeout, terms, matching_terms)
-                                   : agree(call.announced, timeout, terms);
+    const Terms sum = is_piggyback
+                          ? agree_and_move(call.announced, program_buffer(call.inputs, call.outputs, call.counts),
+                                           timeout, terms, matching_terms)
+                          : agree(call.announced, timeout, terms);
     if (is_piggyback && sum == matching_terms) return;
     // 2. Lengths that do not match, or schedules that differ, raise on every rank.
     const auto [difference, uneven_ranks, checksum_sum] = sum;
@@ -129,15 +130,15 @@ void Execution::exchange(const CollectiveCall& call, Milliseconds timeout) {
         agree(named, timeout);
     }
     // 3. Run the schedule for blocks of one length, or for others, or the kernels of shared memory.
-    const SchedulePtr& schedule = all_even ? call.schedule : call.uneven;
+    const SchedulePtr& schedule = all_even ? call.schedule : call.uneven_schedule;
     if (!schedule) return run_by_slots(call, timeout);
     if (call.check) call.check();
     execute_schedule(*schedule, call, timeout);
 }
 
-ExchangeLengths Execution::lengths_of(const CollectiveCall& call) const {
+BlockLengths Execution::block_lengths(const CollectiveCall& call) const {
     const auto size = static_cast<std::size_t>(size_);
-    ExchangeLengths found{Counts(size), Counts(size)};
+    BlockLengths found{Counts(size), Counts(size)};
     const std::size_t element = size_of(call.announced.dtype);
     for (std::size_t peer = 0; peer < size; ++peer) {
         const std::size_t last = call.outputs.size() - size + peer;
@@ -153,7 +154,7 @@ ExchangeLengths Execution::lengths_of(const CollectiveCall& call) const {
 
 // A checksum of what this rank sends to each, minus one of what it expects from each. Summed over all ranks, modulo
 // 2^64, it is 0 if all lengths agree: the sender's term of each block then cancels that of its receiver.
-std::uint64_t Execution::difference_of(const ExchangeLengths& lengths) const {
+std::uint64_t Execution::mismatch_term(const BlockLengths& lengths) const {
     const auto mine = static_cast<std::uint64_t>(rank_);
     std::uint64_t difference = 0;
     for (std::uint64_t peer = 0; peer < lengths.outgoing.size(); ++peer) {
@@ -166,11 +167,11 @@ std::uint64_t Execution::difference_of(const ExchangeLengths& lengths) const {
 
 void Execution::execute_schedule(const NativeSchedule& schedule, const CollectiveCall& call, Milliseconds timeout) {
     const Op op = call.announced.collective == Collective::kBarrier ? Op::kBitOr : call.announced.op;
-    execute(schedule.program, router(), call.announced.dtype, op, in_blocks(call.inputs, call.outputs, call.counts),
-            schedule.segments, timeout);
+    execute(schedule.program, router(), call.announced.dtype, op,
+            program_buffer(call.inputs, call.outputs, call.counts), schedule.segments, timeout);
 }
 
-BegunMessage Execution::begin_message(const UserMessage& message) {
+StartedMessage Execution::start_message(const UserMessage& message) {
     const auto& [data, bytes, owner] = message.memory;
     PointToPoint& p2p = host_segment_->p2p;
     const auto request = message.outgoing
@@ -207,35 +208,35 @@ void Execution::pin(Collective collective, const std::string& text, MakePins mak
     std::swap(pins_[place], made);
 }
 
-std::shared_ptr<Execution::Pins> Execution::pins(Collective collective) {
+std::shared_ptr<Execution::Pins> Execution::pins_of(Collective collective) {
     if (!has_pins(collective)) return nullptr;
     const std::lock_guard lock(pins_guard_);
     return pins_[static_cast<std::size_t>(collective)];
 }
 
 // Python makes the schedules, without the lock: a signal handler may run there and need a schedule.
-SchedulePtr Execution::pinned(Collective collective, std::uint64_t bytes, int root) {
-    const auto found = pins(collective);
-    if (!found) return nullptr;
+SchedulePtr Execution::pinned_schedule(Collective collective, std::uint64_t bytes, int root) {
+    const auto pins = pins_of(collective);
+    if (!pins) return nullptr;
     {
         const std::lock_guard lock(pins_guard_);
-        if (const auto known = found->by_root.find(root); known != found->by_root.end())
-            return find(known->second, bytes);
+        if (const auto known = pins->by_root.find(root); known != pins->by_root.end())
+            return schedule_for_size(known->second, bytes);
     }
     std::vector<SchedulePtr> made;
-    for (NativeSchedule& each : found->make(root))
+    for (NativeSchedule& each : pins->make(root))
         made.push_back(std::make_shared<const NativeSchedule>(std::move(each)));
     const std::lock_guard lock(pins_guard_);
-    return find(found->by_root.try_emplace(root, std::move(made)).first->second, bytes);
+    return schedule_for_size(pins->by_root.try_emplace(root, std::move(made)).first->second, bytes);
 }
 
-SchedulePtr Execution::find(const std::vector<SchedulePtr>& schedules, std::uint64_t bytes) {
+SchedulePtr Execution::schedule_for_size(const std::vector<SchedulePtr>& schedules, std::uint64_t bytes) {
     const auto found = std::find_if(schedules.begin(), schedules.end(),
                                     [&](const auto& each) { return each->low <= bytes && bytes < each->high; });
     return found == schedules.end() ? nullptr : *found;
 }
 
-ProgramBuffer in_blocks(const Tensors& inputs, const Tensors& outputs, const Counts& counts) {
+ProgramBuffer program_buffer(const Tensors& inputs, const Tensors& outputs, const Counts& counts) {
     ProgramBuffer buffer;
     for (std::size_t block = 0; block < counts.size(); ++block) {
         buffer.blocks.push_back({address_of(inputs[block]), address_of(outputs[block]), counts[block]});

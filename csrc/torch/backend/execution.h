@@ -1,7 +1,8 @@
 // How a group runs its collectives: on one host (single_host_execution.cpp) or on several (multi_host_execution.cpp).
 //
 // A CollectiveCall is prepared on the thread that calls, and then runs in the queue: by its schedule, if one is named,
-// pinned for the size or, between hosts, chosen by price; otherwise in phases of the slot exchange of one host.
+// pinned for the size or, between hosts, chosen by price; otherwise in phases of the slot exchange of one
+// host.
 #pragma once
 
 #include <array>
@@ -46,13 +47,13 @@ struct UserMessage {
 };
 
 // A message that has begun.
-struct BegunMessage {
+struct StartedMessage {
     PrimsWork::Waiter wait;
     std::function<int()> source;  // returns the sender of a message that has come
 };
 
 // The bytes that this rank sends to each rank in an exchange, and expects from each.
-struct ExchangeLengths {
+struct BlockLengths {
     Counts outgoing, incoming;
 };
 
@@ -81,8 +82,8 @@ public:
     // not run in the queue, because it must find a rank that is blocked in a collective.
     virtual void monitored_barrier(Milliseconds limit, bool wait_all_ranks) = 0;
 
-    // Pins schedules for a collective, in place of those that were pinned for it; null: pins none. `text` describes
-    // them, and `make` is called when a root is first used.
+    // Pins schedules for a collective, in place of those that were pinned for it; null: pins none. `text`
+    // describes them, and `make` is called when a root is first used.
     void pin(Collective collective, const std::string& text, MakePins make);
     // The schedule for data of `bytes`; null if the execution needs none.
     virtual SchedulePtr schedule_for(Collective collective, std::uint64_t bytes, int root) = 0;
@@ -94,7 +95,7 @@ public:
     // Throws if messages of users may not have this tag.
     virtual void check_tag(int) const {}
     // Sends or receives through shared memory; the peer is a rank of this host.
-    virtual BegunMessage begin_message(const UserMessage& message);
+    virtual StartedMessage start_message(const UserMessage& message);
     // The group has ended: ends all messages between hosts.
     virtual void close_messages(const std::exception_ptr&) {}
     // Wakes the waits for ranks of other hosts.
@@ -120,10 +121,10 @@ protected:
     // The schedule of an exchange whose blocks differ in length; null: phases of the slot exchange.
     virtual SchedulePtr schedule_for_uneven(const CollectiveCall&) { return nullptr; }
     // Throws Mismatch on all ranks of an exchange in which the lengths of two differ.
-    virtual void compare_lengths(const CollectiveCall& call, const ExchangeLengths& lengths, Milliseconds timeout) = 0;
-    SchedulePtr pinned(Collective collective, std::uint64_t bytes, int root);
-    static SchedulePtr find(const std::vector<SchedulePtr>& schedules, std::uint64_t bytes);
-    ExchangeLengths lengths_of(const CollectiveCall& call) const;
+    virtual void compare_lengths(const CollectiveCall& call, const BlockLengths& lengths, Milliseconds timeout) = 0;
+    SchedulePtr pinned_schedule(Collective collective, std::uint64_t bytes, int root);
+    static SchedulePtr schedule_for_size(const std::vector<SchedulePtr>& schedules, std::uint64_t bytes);
+    BlockLengths block_lengths(const CollectiveCall& call) const;
 
     const std::shared_ptr<HostSegment> host_segment_;
     const int rank_, size_;
@@ -137,11 +138,11 @@ private:
     };
     static constexpr std::size_t kCollectives = 9;
 
-    std::shared_ptr<Pins> pins(Collective collective);
-    void prepare_exchange(CollectiveCall& call);
-    void exchange(const CollectiveCall& call, Milliseconds timeout);
+    std::shared_ptr<Pins> pins_of(Collective collective);
+    void prepare_variable_length(CollectiveCall& call);
+    void run_variable_length(const CollectiveCall& call, Milliseconds timeout);
     void execute_schedule(const NativeSchedule& schedule, const CollectiveCall& call, Milliseconds timeout);
-    std::uint64_t difference_of(const ExchangeLengths& lengths) const;
+    std::uint64_t mismatch_term(const BlockLengths& lengths) const;
 
     std::mutex pins_guard_;
     std::array<std::shared_ptr<Pins>, kCollectives> pins_;
@@ -155,6 +156,6 @@ std::shared_ptr<Execution> make_multi_host_execution(std::shared_ptr<HostSegment
                                                      ChooseSchedule choose);
 
 // Blocks of given lengths in elements, of which this rank has some inputs and outputs: packed, otherwise undefined.
-ProgramBuffer in_blocks(const Tensors& inputs, const Tensors& outputs, const Counts& counts);
+ProgramBuffer program_buffer(const Tensors& inputs, const Tensors& outputs, const Counts& counts);
 
 }  // namespace dist_prims

@@ -9,11 +9,11 @@
 namespace dist_prims {
 namespace {
 
-std::vector<std::string> titles_of(const std::vector<std::string>& hosts) {
-    std::vector<std::string> titles;
+std::vector<std::string> rank_descriptions(const std::vector<std::string>& hosts) {
+    std::vector<std::string> descriptions;
     for (const std::string& host : hosts)
-        titles.push_back("rank " + std::to_string(titles.size()) + " on host " + host);
-    return titles;
+        descriptions.push_back("rank " + std::to_string(descriptions.size()) + " on host " + host);
+    return descriptions;
 }
 
 // The transport of the collectives.
@@ -43,30 +43,32 @@ Hosts hosts_of(const std::vector<std::string>& names, int rank) {
 }
 
 std::shared_ptr<HostSegment> make_host_segment(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                               const Setup& setup, const Hosts& hosts, const GroupCreation& creation,
+                                               const Setup& setup, const Hosts& hosts,
+                                               const CreationFailure& creation_failure,
                                                const std::function<int()>& ended) {
     const std::vector<int>& here = hosts.ranks[hosts.mine];
     const std::vector<int> local_rank_of = hosts.local_ranks();
     const int local_rank = local_rank_of[static_cast<std::size_t>(rank)], local_size = static_cast<int>(here.size());
-    const RankNames names = hosts.ranks.size() == 1 ? RankNames{} : RankNames{here, titles_of(setup.hosts)};
+    const RankNames names = hosts.ranks.size() == 1 ? RankNames{} : RankNames{here, rank_descriptions(setup.hosts)};
     std::size_t slot = std::max(setup.slot_bytes, HostSegment::min_slot_bytes(local_size));
     if (hosts.ranks.size() > 1) slot = std::max(slot, MultiHostGroup::kMinSlotBytes);
     const std::string key = rendezvous_key(hosts);
     const auto ended_local_rank = [&] {
-        const int culprit = ended();
-        return culprit < 0 ? -1 : local_rank_of[static_cast<std::size_t>(culprit)];
+        const int ended_rank = ended();
+        return ended_rank < 0 ? -1 : local_rank_of[static_cast<std::size_t>(ended_rank)];
     };
-    const RendezvousOptions options{local_rank,      local_size, names, setup.timeout, [&] { creation.look(); },
-                                    ended_local_rank};
-    const auto tell = [&](const std::string& word) { store->set(key, word); };
-    const auto ask = [&] { return store->check({key}) ? store->get_to_str(key) : std::string(); };
-    RendezvousResult attached = local_rank == 0 ? host_rendezvous(options, HostSegment::bytes(local_size, slot), tell)
-                                                : join_rendezvous(options, ask);
-    auto host_segment =
-        std::make_shared<HostSegment>(std::make_shared<Mapping>(attached.memory), local_rank, local_size, slot, names);
+    const RendezvousOptions options{
+        local_rank, local_size, names, setup.timeout, [&] { creation_failure.check(); }, ended_local_rank};
+    const auto publish = [&](const std::string& word) { store->set(key, word); };
+    const auto read = [&] { return store->check({key}) ? store->get_to_str(key) : std::string(); };
+    RendezvousResult rendezvous = local_rank == 0
+                                      ? host_rendezvous(options, HostSegment::bytes(local_size, slot), publish)
+                                      : join_rendezvous(options, read);
+    auto host_segment = std::make_shared<HostSegment>(std::make_shared<Mapping>(rendezvous.memory), local_rank,
+                                                      local_size, slot, names);
     host_segment->one_shot = setup.one_shot_bytes;
-    host_segment->membership.watch(std::move(attached.exits));
-    host_segment->membership.on_wait([creation] { creation.look(); }, true);
+    host_segment->membership.watch(std::move(rendezvous.exits));
+    host_segment->membership.on_wait([creation_failure] { creation_failure.check(); }, true);
     return host_segment;
 }
 

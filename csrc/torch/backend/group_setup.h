@@ -79,7 +79,8 @@ Hosts hosts_of(const std::vector<std::string>& names, int rank);
 // The rendezvous of the ranks of this host in shared memory. `ended` returns a rank of this host that is known from
 // another group to have ended, or -1.
 std::shared_ptr<HostSegment> make_host_segment(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                               const Setup& setup, const Hosts& hosts, const GroupCreation& creation,
+                                               const Setup& setup, const Hosts& hosts,
+                                               const CreationFailure& creation_failure,
                                                const std::function<int()>& ended);
 
 // Deletes the key of that rendezvous, after the first agreement of all ranks: none of them reads it any more.

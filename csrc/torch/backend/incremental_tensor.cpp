@@ -3,7 +3,7 @@
 namespace dist_prims {
 namespace {
 
-bool lie_alike(const at::Tensor& one, const at::Tensor& other) {
+bool have_same_layout(const at::Tensor& one, const at::Tensor& other) {
     return other.is_cpu() && other.layout() == at::kStrided && one.scalar_type() == other.scalar_type() &&
            one.sizes() == other.sizes() && one.strides() == other.strides() && one.is_non_overlapping_and_dense() &&
            !other.is_neg();
@@ -12,33 +12,33 @@ bool lie_alike(const at::Tensor& one, const at::Tensor& other) {
 }  // namespace
 
 IncrementalTensor::IncrementalTensor(const c10::intrusive_ptr<PrimsBackend>& backend, at::Tensor tensor,
-                                     std::size_t budget, std::shared_ptr<IncrementalTensor> before)
+                                     std::size_t budget, std::shared_ptr<IncrementalTensor> previous)
     : backend_(backend),
       tensor_(std::move(tensor)),
       number_(backend->next_incremental()),
-      before_(std::move(before)),
-      budget_(before_ ? before_->budget_ : std::make_shared<Budget>(budget)),
+      previous_(std::move(previous)),
+      budget_(previous_ ? previous_->budget_ : std::make_shared<Budget>(budget)),
       incremental_(std::make_shared<IncrementalReduce>(bytes_of(tensor_), tensor_.nbytes(), type_of(tensor_),
                                                        backend->getRank(), backend->getSize(), budget_,
                                                        std::make_shared<at::Tensor>(tensor_))) {}
 
 std::shared_ptr<IncrementalTensor> IncrementalTensor::make(const c10::intrusive_ptr<PrimsBackend>& backend,
                                                            at::Tensor tensor, std::size_t budget,
-                                                           std::shared_ptr<IncrementalTensor> before) {
+                                                           std::shared_ptr<IncrementalTensor> previous) {
     const bool is_real = at::isFloatingType(tensor.scalar_type()) && tensor.element_size() > 1;
     if (!is_real || !tensor.is_contiguous() || !backend->reduces_in_place(tensor)) return nullptr;
     return std::shared_ptr<IncrementalTensor>(
-        new IncrementalTensor(backend, std::move(tensor), budget, std::move(before)));
+        new IncrementalTensor(backend, std::move(tensor), budget, std::move(previous)));
 }
 
 bool IncrementalTensor::put(std::size_t number, const at::Tensor& view, const at::Tensor& part, double factor) {
-    if (!lie_alike(view, part) || !backend_->reduces_in_place(tensor_)) return false;
+    if (!have_same_layout(view, part) || !backend_->reduces_in_place(tensor_)) return false;
     const auto begin = static_cast<std::size_t>(bytes_of(view) - bytes_of(tensor_));
     TORCH_CHECK_VALUE(begin <= tensor_.nbytes() && begin + view.nbytes() <= tensor_.nbytes(),
                       "put: the view is not one of this tensor");
     incremental_->put(number,
                       {{begin, begin + view.nbytes()}, bytes_of(part), factor, std::make_shared<at::Tensor>(part)});
-    if (before_) before_->incremental_->progress();
+    if (previous_) previous_->incremental_->progress();
     return true;
 }
 

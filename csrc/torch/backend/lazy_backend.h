@@ -20,24 +20,25 @@ public:
     // Throws where a signal handler that has interrupted the making of the backend needs it.
     c10d::Backend* get(int rank) {
         const auto here = std::this_thread::get_id();
-        TORCH_CHECK(maker_ != here, "rank ", rank, ": a signal handler needs the group of gloo whose making it ",
+        TORCH_CHECK(making_thread_ != here, "rank ", rank,
+                    ": a signal handler needs the group of gloo whose making it ",
                     "interrupts; set a flag in the handler, and make the call after the interrupted one has returned");
         const std::lock_guard lock(guard_);
         if (backend_) return backend_.get();
-        maker_ = here;
+        making_thread_ = here;
         const auto failed = caught([this] { backend_ = make_(); });
-        maker_ = std::thread::id();
+        making_thread_ = std::thread::id();
         if (failed) std::rethrow_exception(failed);
         return backend_.get();
     }
     // The backend if it has been made; otherwise null.
-    const BackendPtr& made() const { return backend_; }
+    const BackendPtr& get_if_made() const { return backend_; }
     void leak() { static_cast<void>(backend_.release()); }
 
 private:
     const std::function<BackendPtr()> make_;
     std::mutex guard_;
-    std::atomic<std::thread::id> maker_{};
+    std::atomic<std::thread::id> making_thread_{};
     BackendPtr backend_;
 };
 

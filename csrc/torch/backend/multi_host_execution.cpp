@@ -39,7 +39,7 @@ public:
     }
 
     SchedulePtr schedule_for(Collective collective, std::uint64_t bytes, int root) override {
-        if (const SchedulePtr pin = pinned(collective, bytes, root)) return pin;
+        if (const SchedulePtr pin = pinned_schedule(collective, bytes, root)) return pin;
         if (group_.is_small(collective, bytes)) return piggyback_;
         const SchedulePtr found = chosen(collective, bytes, root, true);
         return found->is_slower_than_piggyback && group_.can_carry(collective, bytes) ? piggyback_ : found;
@@ -52,7 +52,7 @@ public:
                           " is out of range: in a group that spans hosts, messages have tags from 0 to ", largest,
                           "; the group reserves the larger tags");
     }
-    BegunMessage begin_message(const UserMessage& message) override {
+    StartedMessage start_message(const UserMessage& message) override {
         const bool is_from_any = message.peer == PointToPoint::kAnyone;
         // A transport whose receives have no claim carries messages between ranks of one host as well.
         const bool is_remote = is_from_any || !group_.remote.has_claims();
@@ -61,7 +61,7 @@ public:
             UserMessage local = message;
             local.peer = local_rank;
             local.timeout += RemotePeers::kLocalMargin;
-            return Execution::begin_message(local);
+            return Execution::start_message(local);
         }
         const int tag = static_cast<int>(message.tag);
         const auto request = message.outgoing
@@ -107,18 +107,18 @@ private:
     }
     SchedulePtr known_schedule(const Key& key, std::uint64_t bytes) {
         const std::lock_guard lock(chosen_guard_);
-        return find(chosen_[key], bytes);
+        return schedule_for_size(chosen_[key], bytes);
     }
     // Each rank sends every block to its receiver, in an order of its own choice: the messages are the same.
     SchedulePtr schedule_for_uneven(const CollectiveCall& call) override {
-        const ExchangeLengths lengths = lengths_of(call);
+        const BlockLengths lengths = block_lengths(call);
         return chosen(call.announced.collective, std::max(sum_of(lengths.outgoing), sum_of(lengths.incoming)),
                       call.announced.root, false);
     }
     // Only a barrier has no schedule. The agreement is one.
     void run_by_slots(const CollectiveCall& call, Milliseconds timeout) override { agree(call.announced, timeout, {}); }
     // All ranks learn how much each sends to each and expects from each, and throw Mismatch where the two differ.
-    void compare_lengths(const CollectiveCall& call, const ExchangeLengths& exchanged, Milliseconds timeout) override {
+    void compare_lengths(const CollectiveCall& call, const BlockLengths& exchanged, Milliseconds timeout) override {
         const auto size = static_cast<std::size_t>(size_), row = 2 * size;
         const at::Tensor tensor = at::zeros({static_cast<int64_t>(size * row)}, at::kLong);
         auto* const lists = reinterpret_cast<std::uint64_t*>(tensor.data_ptr<int64_t>());
@@ -127,8 +127,8 @@ private:
                   std::copy(exchanged.outgoing.begin(), exchanged.outgoing.end(), mine));
         const SchedulePtr schedule = chosen(Collective::kAllGather, tensor.nbytes(), -1, true);
         const Tensors rows = tensor.split(static_cast<int64_t>(row));
-        execute(schedule->program, group_.router, DType::kUInt64, Op::kNone, in_blocks(rows, rows, Counts(size, row)),
-                schedule->segments, timeout);
+        execute(schedule->program, group_.router, DType::kUInt64, Op::kNone,
+                program_buffer(rows, rows, Counts(size, row)), schedule->segments, timeout);
         for (std::size_t from = 0; from < size; ++from) {
             for (std::size_t to = 0; to < size; ++to)
                 must_match(rank_, name_of(call.announced.collective), static_cast<int>(from), lists[from * row + to],

@@ -32,7 +32,7 @@ WorkPtr PrimsBackend::reconfigure(const c10d::ReconfigureOptions& opts) {
     std::visit([&](const auto& given) { request.handles.assign(given.begin(), given.end()); }, opts.handles);
     const auto made = c10::dynamic_intrusive_pointer_cast<PrimsBackend>(setup_->make_reconfigured(*this, request));
     TORCH_INTERNAL_ASSERT(made);
-    take_group_of(*made);
+    take_group_from(*made);
     return c10::make_intrusive<DoneWork>(rank_, c10d::OpType::UNKNOWN, Tensors{}, 0);
 }
 
@@ -43,7 +43,7 @@ void PrimsBackend::use_uuid(std::int64_t uuid) {
 
 // Exchanges the groups of this object and `made`. The group of this object has ended: it has no job and no message left
 // that would use this object.
-void PrimsBackend::take_group_of(PrimsBackend& made) {
+void PrimsBackend::take_group_from(PrimsBackend& made) {
     rank_ = made.rank_;
     size_ = made.size_;
     std::swap(setup_, made.setup_);
@@ -55,7 +55,7 @@ void PrimsBackend::take_group_of(PrimsBackend& made) {
     options_->global_ranks_in_group = setup_->ranks;
     sequence_ = messages_ = incrementals_ = windows_ = 0;  // as on ranks that are new
     awaits_members_ = false;
-    ++reconfigured_;
+    ++group_number_;
 }
 
 }  // namespace dist_prims

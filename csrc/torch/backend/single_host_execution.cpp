@@ -1,5 +1,5 @@
-// Collectives of a group whose ranks are all on one host: phases of the slot exchange, or the schedule that is pinned
-// for the size.
+// Collectives of a group whose ranks are all on one host: phases of the slot exchange, or the schedule that is
+// pinned for the size.
 #include <cstring>
 #include <thread>
 #include <tuple>
@@ -66,12 +66,12 @@ public:
     }
 
     SchedulePtr schedule_for(Collective collective, std::uint64_t bytes, int root) override {
-        return pinned(collective, bytes, root);
+        return pinned_schedule(collective, bytes, root);
     }
     bool reduces_in_place(const at::Tensor& tensor) override {
         const std::size_t bytes = tensor.nbytes();
         return host_segment_->tensor_ref_of(bytes_of(tensor), bytes).is_shared() &&
-               !pinned(Collective::kAllReduce, bytes, -1);
+               !pinned_schedule(Collective::kAllReduce, bytes, -1);
     }
 
 private:
@@ -92,11 +92,11 @@ private:
             case Collective::kBroadcast:
                 return broadcast(slots, call.bytes(), root, rank_ == root ? input(0) : output(0));
             case Collective::kAllGather:
-                return all_gather(slots, input(own), places_of(call.outputs), lengths(call.outputs));
+                return all_gather(slots, input(own), places_of(call.outputs), byte_counts(call.outputs));
             case Collective::kReduceScatter:
                 return reduce_scatter(slots, dtype, op, blocks_of(call.inputs), output(own), call.counts);
             case Collective::kGather: {
-                const ExchangeLengths exchanged = lengths_of(call);
+                const BlockLengths exchanged = block_lengths(call);
                 return gather(slots, root, input(own), call.inputs[own].nbytes(), places_of(call.outputs),
                               exchanged.incoming);
             }
@@ -106,7 +106,8 @@ private:
             case Collective::kAllToAll: {  // with the blocks of a schedule or without
                 const Tensors sent(call.inputs.begin(), call.inputs.begin() + size_);
                 const Tensors received(call.outputs.end() - size_, call.outputs.end());
-                return all_to_all(slots, blocks_of(sent), lengths(sent), places_of(received), lengths(received));
+                return all_to_all(slots, blocks_of(sent), byte_counts(sent), places_of(received),
+                                  byte_counts(received));
             }
             case Collective::kBarrier:
                 return slots.phase();
@@ -116,7 +117,7 @@ private:
         host_segment_->slots.open(call, timeout);
         return host_segment_->slots;
     }
-    void compare_lengths(const CollectiveCall& call, const ExchangeLengths&, Milliseconds timeout) override {
+    void compare_lengths(const CollectiveCall& call, const BlockLengths&, Milliseconds timeout) override {
         run_by_slots(call, timeout);  // compares them first
     }
     // Names the ranks that have not come to the barrier, and the ranks that block them.

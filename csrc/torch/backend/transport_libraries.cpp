@@ -35,7 +35,7 @@ public:
                                       std::size_t largest_count) const {
         try {
             return std::make_shared<MpiEndpoint>(
-                MpiEndpoint{library_->make_transport({ranks, timeout, largest_count}, check_signals)});
+                MpiEndpoint{library_->make_transport({ranks, timeout, largest_count}, run_python_signal_handlers)});
         } catch (const mpi::MissingRanksError& error) {
             throw CommError(CommError::Kind::kTimeout, error.what());
         } catch (const Transport::TransportError& error) {

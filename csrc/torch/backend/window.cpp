@@ -13,20 +13,20 @@ namespace {
 
 constexpr std::size_t kMostDimensions = 16;
 
-enum class Problem : std::int64_t { kNone, kNotShared, kNotContiguous, kTooManyDimensions, kNotMapped };
+enum class RegistrationProblem : std::int64_t { kNone, kNotShared, kNotContiguous, kTooManyDimensions, kNotMapped };
 
-const char* text_of(Problem problem) {
+const char* text_of(RegistrationProblem problem) {
     switch (problem) {
-        case Problem::kNotShared:
+        case RegistrationProblem::kNotShared:
             return "gives a tensor that its peers cannot map; make it with dist_prims.empty, of 4096 bytes or more "
                    "(a part of such a tensor will do)";
-        case Problem::kNotContiguous:
+        case RegistrationProblem::kNotContiguous:
             return "gives a tensor that is not contiguous; register its contiguous() copy";
-        case Problem::kTooManyDimensions:
+        case RegistrationProblem::kTooManyDimensions:
             return "gives a tensor of more than 16 dimensions; register a view of it";
-        case Problem::kNotMapped:
+        case RegistrationProblem::kNotMapped:
             return "cannot map the tensors of its peers; their processes must be in one PID namespace, and of one user";
-        case Problem::kNone:
+        case RegistrationProblem::kNone:
             break;
     }
     return "";
@@ -34,19 +34,19 @@ const char* text_of(Problem problem) {
 
 // What each rank tells the others of its tensor.
 struct Registration {
-    Problem problem = Problem::kNone;
+    RegistrationProblem problem = RegistrationProblem::kNone;
     SharedTensorRef tensor_ref;
     std::int64_t dtype = 0, dimensions = 0;
     std::array<std::int64_t, kMostDimensions> shape{};
 };
 
-Registration registration_of(const at::Tensor& tensor) {
+Registration describe_tensor(const at::Tensor& tensor) {
     Registration made;
-    if (!tensor.is_cpu() || tensor.layout() != at::kStrided) return {.problem = Problem::kNotShared};
-    if (!tensor.is_contiguous()) return {.problem = Problem::kNotContiguous};
-    if (tensor.sizes().size() > kMostDimensions) return {.problem = Problem::kTooManyDimensions};
+    if (!tensor.is_cpu() || tensor.layout() != at::kStrided) return {.problem = RegistrationProblem::kNotShared};
+    if (!tensor.is_contiguous()) return {.problem = RegistrationProblem::kNotContiguous};
+    if (tensor.sizes().size() > kMostDimensions) return {.problem = RegistrationProblem::kTooManyDimensions};
     made.tensor_ref = Exporter::instance().ref_of(bytes_of(tensor), tensor.nbytes());
-    if (!made.tensor_ref.is_shared()) return {.problem = Problem::kNotShared};
+    if (!made.tensor_ref.is_shared()) return {.problem = RegistrationProblem::kNotShared};
     made.dtype = static_cast<std::int64_t>(tensor.scalar_type());
     made.dimensions = tensor.dim();
     std::copy(tensor.sizes().begin(), tensor.sizes().end(), made.shape.begin());
@@ -54,7 +54,7 @@ Registration registration_of(const at::Tensor& tensor) {
 }
 
 // The registrations of all ranks. Throws on every rank if one has a problem.
-std::vector<Registration> exchange(PrimsBackend& backend, const Registration& mine) {
+std::vector<Registration> gather_registrations(PrimsBackend& backend, const Registration& mine) {
     std::vector<Registration> all(static_cast<std::size_t>(backend.getSize()));
     const auto bytes = [](const Registration* first, std::size_t count) {
         return at::from_blob(const_cast<Registration*>(first), {static_cast<int64_t>(count * sizeof(Registration))},
@@ -65,7 +65,8 @@ std::vector<Registration> exchange(PrimsBackend& backend, const Registration& mi
     options.asyncOp = false;
     backend._allgather_base(output, input, options)->wait();
     for (std::size_t rank = 0; rank < all.size(); ++rank)
-        TORCH_CHECK_VALUE(all[rank].problem == Problem::kNone, "window: rank ", rank, " ", text_of(all[rank].problem));
+        TORCH_CHECK_VALUE(all[rank].problem == RegistrationProblem::kNone, "window: rank ", rank, " ",
+                          text_of(all[rank].problem));
     return all;
 }
 
@@ -75,7 +76,7 @@ void PrimsWindow::tensor_register(const at::Tensor& tensor, bool owning) {
     TORCH_CHECK_VALUE(tensors_.empty(), "window: rank ", backend_->getRank(),
                       " has registered a tensor already; call tensor_deregister first");
     backend_->check_alive("tensor_register", group_);
-    const auto registrations = exchange(*backend_, registration_of(tensor));
+    const auto registrations = gather_registrations(*backend_, describe_tensor(tensor));
     std::vector<RemoteTensor> tensors;
     for (std::size_t rank = 0; rank < registrations.size(); ++rank) {
         const Registration& from = registrations[rank];
@@ -87,17 +88,17 @@ void PrimsWindow::tensor_register(const at::Tensor& tensor, bool owning) {
                            static_cast<at::ScalarType>(from.dtype)});
     }
     const bool mapped = std::ranges::all_of(tensors, [](const RemoteTensor& each) { return each.mapping != nullptr; });
-    exchange(*backend_, {.problem = mapped ? Problem::kNone : Problem::kNotMapped});
+    gather_registrations(*backend_, {.problem = mapped ? RegistrationProblem::kNone : RegistrationProblem::kNotMapped});
     tensors_ = std::move(tensors);
-    if (owning) kept_ = tensor;
+    if (owning) owned_tensor_ = tensor;
 }
 
 void PrimsWindow::tensor_deregister() {
     TORCH_CHECK_VALUE(!tensors_.empty(), "window: rank ", backend_->getRank(), " has registered no tensor");
     backend_->check_alive("tensor_deregister", group_);
-    exchange(*backend_, {});  // no rank uses the tensors any more
+    gather_registrations(*backend_, {});  // no rank uses the tensors any more
     tensors_.clear();
-    kept_.reset();
+    owned_tensor_.reset();
 }
 
 void PrimsWindow::check_rank(const char* what, int64_t rank) const {
@@ -105,7 +106,7 @@ void PrimsWindow::check_rank(const char* what, int64_t rank) const {
                       backend_->getSize(), " ranks");
 }
 
-const PrimsWindow::RemoteTensor& PrimsWindow::remote(const char* what, int64_t rank) const {
+const PrimsWindow::RemoteTensor& PrimsWindow::registered_tensor(const char* what, int64_t rank) const {
     check_rank(what, rank);
     TORCH_CHECK_VALUE(!tensors_.empty(), what,
                       ": no tensor is registered with this window; all ranks call "
@@ -115,14 +116,14 @@ const PrimsWindow::RemoteTensor& PrimsWindow::remote(const char* what, int64_t r
 
 WorkPtr PrimsWindow::put(const at::Tensor& tensor, int64_t to, int64_t offset, bool /*async*/,
                          const c10d::PutOptions&) {
-    const RemoteTensor& target = remote("put", to);
+    const RemoteTensor& target = registered_tensor("put", to);
     must_be_on_cpu("put", tensor);
     TORCH_CHECK_VALUE(tensor.scalar_type() == target.dtype, "put: rank ", backend_->getRank(), " gives ",
                       tensor.scalar_type(), " for a tensor of ", target.dtype, " on rank ", to,
                       "; convert it with to()");
-    const int64_t room = c10::multiply_integers(target.shape);
-    TORCH_CHECK_VALUE(offset >= 0 && offset <= room && tensor.numel() <= room - offset, "put: ", tensor.numel(),
-                      " elements at offset ", offset, " do not fit into the ", room, " elements of rank ", to);
+    const int64_t capacity = c10::multiply_integers(target.shape);
+    TORCH_CHECK_VALUE(offset >= 0 && offset <= capacity && tensor.numel() <= capacity - offset, "put: ", tensor.numel(),
+                      " elements at offset ", offset, " do not fit into the ", capacity, " elements of rank ", to);
     backend_->check_alive("put", group_);
     const at::Tensor flat = packed(tensor);
     if (flat.nbytes() > 0)
@@ -132,19 +133,20 @@ WorkPtr PrimsWindow::put(const at::Tensor& tensor, int64_t to, int64_t offset, b
 }
 
 at::Tensor PrimsWindow::map_remote_tensor(int64_t rank) {
-    const RemoteTensor& target = remote("map_remote_tensor", rank);
+    const RemoteTensor& target = registered_tensor("map_remote_tensor", rank);
     return at::from_blob(target.data, target.shape, [mapping = target.mapping](void*) {}, target.dtype);
 }
 
 WorkPtr PrimsWindow::signal(int64_t to, bool async, const c10d::SignalOptions& opts) {
-    return message(c10d::OpType::SEND, "dist_prims:signal", to, async, opts.timeout);
+    return signal_message(c10d::OpType::SEND, "dist_prims:signal", to, async, opts.timeout);
 }
 
 WorkPtr PrimsWindow::wait_signal(int64_t from, bool async, const c10d::WaitSignalOptions& opts) {
-    return message(c10d::OpType::RECV, "dist_prims:wait_signal", from, async, opts.timeout);
+    return signal_message(c10d::OpType::RECV, "dist_prims:wait_signal", from, async, opts.timeout);
 }
 
-WorkPtr PrimsWindow::message(c10d::OpType type, const char* title, int64_t peer, bool async, Milliseconds timeout) {
+WorkPtr PrimsWindow::signal_message(c10d::OpType type, const char* title, int64_t peer, bool async,
+                                    Milliseconds timeout) {
     check_rank(title, peer);
     backend_->check_alive(title, group_);
     auto work = backend_->signal(type, title, static_cast<int>(peer), number_, timeout);
@@ -176,12 +178,12 @@ WorkPtr PrimsBackend::signal(c10d::OpType type, const char* title, int peer, std
     check_owner();
     static const at::Tensor kNothing = at::empty({0}, at::kByte);
     const CallOptions options{type, title, timeout == c10d::kUnsetTimeout ? options_->timeout : timeout, true};
-    return message_with_key(options, {kNothing}, peer, PointToPoint::signal_tag(window));
+    return start_message(options, {kNothing}, peer, PointToPoint::signal_tag(window));
 }
 
 void PrimsBackend::check_alive(const char* what, std::uint64_t group) const {
     check_owner();
-    TORCH_CHECK(group == reconfigured_, what, ": rank ", rank_, ": the group has other members since this window was ",
+    TORCH_CHECK(group == group_number_, what, ": rank ", rank_, ": the group has other members since this window was ",
                 "made; make a new window");
     host_segment_->membership.check_abort([what] { return std::string(what); });
 }

@@ -38,14 +38,14 @@ private:
     };
 
     void check_rank(const char* what, int64_t rank) const;
-    const RemoteTensor& remote(const char* what, int64_t rank) const;
-    WorkPtr message(c10d::OpType type, const char* title, int64_t peer, bool async, Milliseconds timeout);
+    const RemoteTensor& registered_tensor(const char* what, int64_t rank) const;
+    WorkPtr signal_message(c10d::OpType type, const char* title, int64_t peer, bool async, Milliseconds timeout);
 
     const c10::intrusive_ptr<PrimsBackend> backend_;
     const std::uint64_t number_, group_;
     Importer importer_;
     std::vector<RemoteTensor> tensors_;  // by rank; empty: none is registered
-    at::Tensor kept_;                    // the tensor of this rank, if the window owns it
+    at::Tensor owned_tensor_;            // the tensor of this rank, if the window owns it
 };
 
 }  // namespace dist_prims

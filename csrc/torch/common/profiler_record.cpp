@@ -54,7 +54,7 @@ struct ProfilerRecord::Event {
           function(std::move(callbacks)) {}
 };
 
-void ProfilerRecord::begin(at::StepCallbacks callbacks, ProfiledCall call) {
+void ProfilerRecord::start(at::StepCallbacks callbacks, ProfiledCall call) {
     // 1. Which calls have a record: those whose data this backend moves itself.
     if (call.group.empty()) return;  // messages of another backend's group
     const bool has_input = !call.inputs.empty(), has_output = !call.outputs.empty();
@@ -87,16 +87,16 @@ void ProfilerRecord::begin(at::StepCallbacks callbacks, ProfiledCall call) {
     if (function.needsOutputs()) function.setOutputs(std::vector<c10::IValue>{call.outputs});
 }
 
-void append(Tensors& tensors, const at::Tensor& argument) {
+void append_defined(Tensors& tensors, const at::Tensor& argument) {
     if (argument.defined()) tensors.push_back(argument);
 }
 
-void append(Tensors& tensors, const Tensors& argument) {
-    for (const auto& each : argument) append(tensors, each);
+void append_defined(Tensors& tensors, const Tensors& argument) {
+    for (const auto& each : argument) append_defined(tensors, each);
 }
 
-void append(Tensors& tensors, const std::vector<Tensors>& argument) {
-    for (const auto& each : argument) append(tensors, each);
+void append_defined(Tensors& tensors, const std::vector<Tensors>& argument) {
+    for (const auto& each : argument) append_defined(tensors, each);
 }
 
 }  // namespace dist_prims

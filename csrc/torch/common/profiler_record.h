@@ -34,24 +34,24 @@ public:
     explicit ProfilerRecord(const Describe& describe) {
         auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
         if (callbacks.has_value()) [[unlikely]]
-            begin_described(*callbacks, describe);
+            start_described(*callbacks, describe);
     }
     ProfilerRecord(const ProfilerRecord&) = delete;
 
 private:
     struct Event;
     template <typename Describe>
-    [[gnu::noinline, gnu::cold]] void begin_described(at::StepCallbacks& callbacks, const Describe& describe) {
-        begin(std::move(callbacks), describe());
+    [[gnu::noinline, gnu::cold]] void start_described(at::StepCallbacks& callbacks, const Describe& describe) {
+        start(std::move(callbacks), describe());
     }
-    void begin(at::StepCallbacks callbacks, ProfiledCall call);
+    void start(at::StepCallbacks callbacks, ProfiledCall call);
 
     std::shared_ptr<Event> event_;  // null: no profiler runs
 };
 
 // The tensors of an argument, without undefined ones.
-void append(Tensors& tensors, const at::Tensor& argument);
-void append(Tensors& tensors, const Tensors& argument);
-void append(Tensors& tensors, const std::vector<Tensors>& argument);
+void append_defined(Tensors& tensors, const at::Tensor& argument);
+void append_defined(Tensors& tensors, const Tensors& argument);
+void append_defined(Tensors& tensors, const std::vector<Tensors>& argument);
 
 }  // namespace dist_prims

@@ -46,7 +46,7 @@ std::string text_of(const at::Scalar& factor) {
 }
 
 // The bits of a factor for tensors of a type of whole numbers; none if the type does not hold it.
-std::optional<std::uint64_t> whole(const at::Scalar& factor, at::ScalarType type) {
+std::optional<std::uint64_t> factor_bits(const at::Scalar& factor, at::ScalarType type) {
     const bool is_signed = c10::isSignedType(type);
     const int bits = 8 * static_cast<int>(c10::elementSize(type)) - is_signed;
     const std::uint64_t largest = ~std::uint64_t{0} >> (64 - bits);
@@ -169,19 +169,19 @@ bool outputs_overlap(const Tensors& inputs, const Tensors& outputs) {
     return false;
 }
 
-std::uint64_t checksum(const Counts& lengths) {
+std::uint64_t checksum_of(const Counts& lengths) {
     Checksum sum;
     for (const std::size_t length : lengths) sum.add(length);
     return sum.value();
 }
 
-Counts lengths(const Tensors& tensors) {
+Counts byte_counts(const Tensors& tensors) {
     Counts found;
     for (const auto& tensor : tensors) found.push_back(static_cast<std::size_t>(tensor.nbytes()));
     return found;
 }
 
-Counts elements(const Tensors& tensors) {
+Counts element_counts(const Tensors& tensors) {
     Counts found;
     for (const auto& tensor : tensors) found.push_back(static_cast<std::size_t>(tensor.numel()));
     return found;
@@ -199,7 +199,7 @@ Places places_of(const Tensors& tensors) {
     return found;
 }
 
-Call call_of(Collective collective, const at::Tensor& like, std::size_t count) {
+Call announced_call(Collective collective, const at::Tensor& like, std::size_t count) {
     Call call;
     call.collective = collective;
     call.dtype = type_of(like);
@@ -214,7 +214,7 @@ at::Tensor premultiplied(const char* what, const at::Tensor& tensor, const c10d:
     const at::Tensor product = at::empty(given.sizes(), given.options());
     const auto count = static_cast<std::size_t>(given.numel());
     if (at::isIntegralType(given.scalar_type(), false)) {
-        const auto bits = whole(factor, given.scalar_type());
+        const auto bits = factor_bits(factor, given.scalar_type());
         TORCH_CHECK_VALUE(bits, what, ": PREMUL_SUM cannot multiply ", name_of(type_of(given)), " by ", text_of(factor),
                           ", which that type does not hold; convert the tensor to a floating type first");
         multiply(type_of(given), bytes_of(product), bytes_of(given), *bits, count);
@@ -224,7 +224,7 @@ at::Tensor premultiplied(const char* what, const at::Tensor& tensor, const c10d:
     return product;
 }
 
-Tensors blocks(const char* what, const at::Tensor& tensor, int size, const std::vector<int64_t>& splits) {
+Tensors split_into_blocks(const char* what, const at::Tensor& tensor, int size, const std::vector<int64_t>& splits) {
     const auto wanted = static_cast<std::size_t>(size);
     const int64_t rows = tensor.dim() ? tensor.size(0) : 1;
     if (splits.empty()) {
@@ -239,14 +239,14 @@ Tensors blocks(const char* what, const at::Tensor& tensor, int size, const std::
     return tensor.split_with_sizes(splits);
 }
 
-Op checked(const char* what, const c10d::ReduceOp& op, const at::Tensor& tensor) {
+Op checked_op(const char* what, const c10d::ReduceOp& op, const at::Tensor& tensor) {
     std::string reason;
     TORCH_CHECK_VALUE(op_of(op) != Op::kNone, what, ": this reduction is not known");
     TORCH_CHECK_VALUE(reduces(op_of(op), type_of(tensor), &reason), what, ": ", reason);
     return op_of(op);
 }
 
-const at::Tensor& only(const char* what, const Tensors& tensors) {
+const at::Tensor& only_tensor(const char* what, const Tensors& tensors) {
     TORCH_CHECK_VALUE(tensors.size() == 1, what, ": one tensor is needed, not ", tensors.size());
     must_be_on_cpu(what, tensors[0]);
     return tensors[0];
@@ -256,7 +256,7 @@ void must_be_on_cpu(const char* what, const at::Tensor& tensor) {
     TORCH_CHECK_VALUE(tensor.is_cpu(), what, ": the tensor is on ", tensor.device(), ", not on the CPU");
 }
 
-void alike(const char* what, const Tensors& tensors, const at::Tensor& like) {
+void must_be_alike(const char* what, const Tensors& tensors, const at::Tensor& like) {
     for (const auto& tensor : tensors) {
         TORCH_CHECK_VALUE(tensor.scalar_type() == like.scalar_type() && tensor.device() == like.device(), what,
                           ": tensors differ: ", tensor.scalar_type(), " on ", tensor.device(), ", ", like.scalar_type(),
@@ -270,7 +270,7 @@ void must_be_distinct(const char* what, const at::Tensor& tensor) {
                       "can be received into it; receive into a clone() of it");
 }
 
-void as_many(const char* what, std::size_t found, int wanted) {
+void must_be_one_per_rank(const char* what, std::size_t found, int wanted) {
     TORCH_CHECK_VALUE(found == static_cast<std::size_t>(wanted), what, ": ", found, " tensors for a group of ", wanted,
                       " ranks");
 }

@@ -34,8 +34,8 @@ inline std::byte* address_of(const at::Tensor& tensor) {
     return tensor.defined() ? bytes_of(tensor) : nullptr;
 }
 
-Counts lengths(const Tensors& tensors);  // in bytes
-Counts elements(const Tensors& tensors);
+Counts byte_counts(const Tensors& tensors);  // in bytes
+Counts element_counts(const Tensors& tensors);
 // The address of each tensor, null for one that is undefined.
 Blocks blocks_of(const Tensors& tensors);
 Places places_of(const Tensors& tensors);
@@ -56,24 +56,25 @@ struct Output {
 // packed are left out: they are copied anyway.
 bool outputs_overlap(const Tensors& inputs, const Tensors& outputs);
 
-Call call_of(Collective collective, const at::Tensor& like, std::size_t count);
+Call announced_call(Collective collective, const at::Tensor& like, std::size_t count);
 
 // The addend of PREMUL_SUM: the tensor times this rank's factor, in the tensor's type. Other reductions add the tensor
 // itself.
 at::Tensor premultiplied(const char* what, const at::Tensor& tensor, const c10d::ReduceOp& op);
 
 // The blocks of a tensor: of equal sizes, or of the numbers of rows in `splits`.
-Tensors blocks(const char* what, const at::Tensor& tensor, int size, const std::vector<int64_t>& splits = {});
+Tensors split_into_blocks(const char* what, const at::Tensor& tensor, int size,
+                          const std::vector<int64_t>& splits = {});
 
 // The rest are checks, which throw ValueError; `what` is the operation. The reduction, if it is one for the tensor:
-Op checked(const char* what, const c10d::ReduceOp& op, const at::Tensor& tensor);
+Op checked_op(const char* what, const c10d::ReduceOp& op, const at::Tensor& tensor);
 // The only tensor, which must be on the CPU:
-const at::Tensor& only(const char* what, const Tensors& tensors);
+const at::Tensor& only_tensor(const char* what, const Tensors& tensors);
 void must_be_on_cpu(const char* what, const at::Tensor& tensor);
-void alike(const char* what, const Tensors& tensors, const at::Tensor& like);
+void must_be_alike(const char* what, const Tensors& tensors, const at::Tensor& like);
 // Throws if several elements lie in one place, as in an expanded tensor.
 void must_be_distinct(const char* what, const at::Tensor& tensor);
-void as_many(const char* what, std::size_t found, int wanted);
+void must_be_one_per_rank(const char* what, std::size_t found, int wanted);
 
 // Allocates memory that peers can map. A tensor that a forked child has inherited releases nothing there.
 struct SharedTensorAllocator : c10::Allocator {
@@ -84,6 +85,6 @@ std::shared_ptr<c10::Allocator> shared_tensor_allocator();
 at::Tensor shared_tensor(at::IntArrayRef shape, at::ScalarType dtype);
 
 // A checksum of a list of lengths, by which ranks compare theirs.
-std::uint64_t checksum(const Counts& lengths);
+std::uint64_t checksum_of(const Counts& lengths);
 
 }  // namespace dist_prims

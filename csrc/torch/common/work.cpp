@@ -10,7 +10,7 @@
 namespace dist_prims {
 namespace {
 
-std::string text_of(const std::exception_ptr& error) {
+std::string message_of(const std::exception_ptr& error) {
     try {
         std::rethrow_exception(error);
     } catch (const std::exception& known) {
@@ -26,13 +26,13 @@ PrimsWork::PrimsWork(int rank, c10d::OpType type, const char* title, std::vector
                      std::uint64_t sequence)
     : Work(rank, type, title, outputs), outputs_(std::move(outputs)), sequence_(sequence) {}
 
-std::function<std::function<void()>(std::exception_ptr)> PrimsWork::finisher() {
+std::function<std::function<void()>(std::exception_ptr)> PrimsWork::completion() {
     return [self = c10::intrusive_ptr<PrimsWork>::reclaim_copy(this)](std::exception_ptr error) {
         return self->complete(error);
     };
 }
 
-void PrimsWork::waits_by(Waiter waiter) {
+void PrimsWork::set_waiter(Waiter waiter) {
     const std::lock_guard lock(guard_);
     if (!done_) waiter_ = std::move(waiter);
 }
@@ -50,13 +50,13 @@ std::function<void()> PrimsWork::complete(std::exception_ptr error) {
     }
     if (!future) return {};
     return [self = c10::intrusive_ptr<PrimsWork>::reclaim_copy(this), future] {
-        if (const auto error = caught([&] { self->settle(*future); }))
+        if (const auto error = caught([&] { self->settle_future(*future); }))
             TORCH_WARN("a callback on the end of ", c10d::opTypeToString(self->retrieveOpType()),
-                       " has failed: ", text_of(error));
+                       " has failed: ", message_of(error));
     };
 }
 
-void PrimsWork::settle(c10::ivalue::Future& future) const {
+void PrimsWork::settle_future(c10::ivalue::Future& future) const {
     if (error_)
         future.setError(error_);
     else
@@ -87,7 +87,7 @@ c10::intrusive_ptr<c10::ivalue::Future> PrimsWork::getFuture() {
         future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
         done = done_;
     }
-    if (done) settle(*future_);
+    if (done) settle_future(*future_);
     return future_;
 }
 
@@ -97,7 +97,7 @@ c10::intrusive_ptr<c10::ivalue::Future> DoneWork::getFuture() {
     return future;
 }
 
-void check_signals() {
+void run_python_signal_handlers() {
     if (::syscall(SYS_gettid) != ::getpid()) return;  // Python gives signals to its main thread only
     pybind11::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();

@@ -21,10 +21,10 @@ public:
     PrimsWork(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> outputs, std::uint64_t sequence);
 
     // The function to call when the work is done, with its result; it returns a callback.
-    std::function<std::function<void()>(std::exception_ptr)> finisher();
+    std::function<std::function<void()>(std::exception_ptr)> completion();
 
-    void waits_by(Waiter waiter);
-    void comes_from(std::function<int()> source) { source_ = std::move(source); }
+    void set_waiter(Waiter waiter);
+    void set_source(std::function<int()> source) { source_ = std::move(source); }
 
     bool wait(std::chrono::milliseconds timeout) override;
     void synchronize() override { wait(kNoTimeout); }
@@ -35,7 +35,7 @@ public:
 
 private:
     std::function<void()> complete(std::exception_ptr error);
-    void settle(c10::ivalue::Future& future) const;
+    void settle_future(c10::ivalue::Future& future) const;
 
     const std::vector<at::Tensor> outputs_;
     const std::uint64_t sequence_;
@@ -69,7 +69,7 @@ private:
 
 // Runs a part of a call on another thread in the caller's inference mode: tensors made in inference mode can only be
 // written in it.
-class AsCaller {
+class CallerInferenceMode {
 public:
     template <typename Act>
     void run(const Act& act) const {
@@ -85,6 +85,6 @@ private:
 
 // Runs pending Python signal handlers and throws what they raise, such as KeyboardInterrupt. Called at intervals by
 // waits.
-void check_signals();
+void run_python_signal_handlers();
 
 }  // namespace dist_prims
