@@ -15,5 +15,6 @@
 #include "backend/transport_libraries.cpp"
 #include "backend/window.cpp"
 #include "common/profiler_record.cpp"
+#include "common/python_signals.cpp"
 #include "common/tensor_arguments.cpp"
 #include "common/work.cpp"

@@ -19,11 +19,10 @@ using namespace std::chrono_literals;
 constexpr int kTagBits = 31, kRankBits = 21;
 constexpr ucp_tag_t kAllBits = ~ucp_tag_t{0};
 constexpr ucp_tag_t kSenderBits = ((ucp_tag_t{1} << kRankBits) - 1) << kTagBits;
-constexpr ucp_tag_t kFromAny = kAllBits & ~kSenderBits;
+constexpr ucp_tag_t kFromAny = kAllBits & ~kSenderBits;  // the bits that are compared
 
-// What a rank sent before it went may still be on its way through this host.
-constexpr auto kTimeToArrive = 100ms;
-constexpr auto kBetweenLooks = 50ms;
+constexpr auto kTimeToArrive = 100ms;  // of what a rank sent before it went; it may wait in buffers of this host
+constexpr auto kBetweenLooks = 50ms;   // for the end of kTimeToArrive
 constexpr auto kTimeToFlush = 200ms, kTimeToClose = 200ms;
 constexpr int kMaxPolls = 64;                    // of progress, so that other threads get the lock
 constexpr std::size_t kLoadedBytes = 128 << 10;  // bytes
@@ -39,14 +38,23 @@ std::uint64_t group_bits(const std::string& key) {
     return bits;
 }
 
+// Frees the requests that have been completed, and removes them.
+void remove_completed(std::vector<void*>& requests) {
+    std::erase_if(requests, [](void* request) {
+        const bool is_done = calls()->request_check_status(request) != UCS_INPROGRESS;
+        if (is_done) calls()->request_free(request);
+        return is_done;
+    });
+}
+
 }  // namespace
 
-// The lock, and what must be freed without it.
+// Holds the lock, and then frees the messages in freed_without_lock_.
 class Lane::LockAndFree {
 public:
     explicit LockAndFree(Lane& lane) : lane_(lane), lock(lane.mutex_) {}
     ~LockAndFree() {
-        const auto dropped = std::exchange(lane_.freed_without_lock_, {});
+        const auto freed = std::exchange(lane_.freed_without_lock_, {});
         lock.unlock();
     }
     LockAndFree(const LockAndFree&) = delete;
@@ -71,7 +79,7 @@ Lane::Lane(std::unique_ptr<Worker> worker, std::vector<std::string> addresses, i
 
 Lane::~Lane() {
     close("the transport has been destroyed");
-    worker_.reset();  // before the memory of messages that have not ended
+    worker_.reset();  // first, because it may use the memory of pending messages
 }
 
 ucp_tag_t Lane::tag_of(int sender, int tag) const {
@@ -82,7 +90,8 @@ void Lane::check_open() const {
     if (!close_reason_.empty()) throw Transport::TransportError(close_reason_);
 }
 
-// The connection to a rank; null, and the rank has failed, if there can be none.
+// The connection to a rank, which is made if there is none. If that fails, returns null, and the rank is marked as
+// gone.
 ucp_ep_h Lane::endpoint_to(Peer& peer) {
     if (peer.endpoint) return peer.endpoint;
     const std::string& address = addresses_[static_cast<std::size_t>(&peer - peers_.data())];
@@ -108,8 +117,10 @@ void Lane::send(const MessagePtr& message) {
     const LockAndFree guard(*this);
     check_open();
     Peer& peer = peer_of(*message);
+    // 1. A message to a rank that has gone fails.
     const ucp_ep_h endpoint = peer.gone.empty() ? endpoint_to(peer) : nullptr;
     if (!endpoint) return fail_message(*message, peer);
+    // 2. Copy the data unless it has an owner, and give it to UCX.
     if (!message->owner && message->bytes) {
         message->staging.reset(new std::byte[message->bytes]);
         std::memcpy(message->staging.get(), message->data, message->bytes);
@@ -125,11 +136,14 @@ void Lane::send(const MessagePtr& message) {
 void Lane::receive(const MessagePtr& message) {
     const LockAndFree guard(*this);
     check_open();
+    // 1. A receive with a claim waits for a message; see match_receives_with_claim().
     if (message->claim) {
         unmatched_with_claim_.push_back(message);
         progress_worker();
         return;
     }
+    // 2. Any other receive is given to UCX. If its sender has failed, no message will meet it but one that UCX has
+    // already.
     const bool is_from_any = message->peer == Transport::kAnyone;
     const ucp_request_param_t parameters = receive_parameters(*message);
     track(message, calls()->tag_recv_nbx(worker_->get(), receive_buffer(*message), message->bytes,
@@ -141,9 +155,10 @@ void Lane::receive(const MessagePtr& message) {
     }
 }
 
-// The message has been given to UCX, which has returned `result`.
+// The message has been given to UCX, which has returned `result`: a status if the message has ended, or else its
+// request.
 void Lane::track(const MessagePtr& message, ucs_status_ptr_t result) {
-    if (message->is_done || !message->error.empty()) return;  // the callback has run
+    if (message->is_done || !message->error.empty()) return;  // UCX has called on_received() already
     if (!UCS_PTR_IS_PTR(result)) return end_message(*message, UCS_PTR_STATUS(result));
     message->request = result;
     pending_.emplace(message.get(), message);
@@ -152,13 +167,14 @@ void Lane::track(const MessagePtr& message, ucs_status_ptr_t result) {
     waiting_.wake_others();
 }
 
-// Where UCX puts the bytes of a receive.
+// The memory into which UCX writes the bytes of a receive.
 std::byte* Lane::receive_buffer(Message& message) {
     if (!message.owner && message.bytes && !message.staging) message.staging.reset(new std::byte[message.bytes]);
     return message.staging ? message.staging.get() : message.data;
 }
 
-// Of a receive that is done at once, only the callback knows the length: UCX 1.13 does not fill in `recv_info`.
+// With UCP_OP_ATTR_FLAG_NO_IMM_CMPL, UCX calls on_received() also for a receive that ends at once. Only the callback
+// gets the length of the message: UCX 1.13 does not fill in `recv_info`.
 ucp_request_param_t Lane::receive_parameters(Message& message) {
     ucp_request_param_t parameters{};
     parameters.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
@@ -167,24 +183,24 @@ ucp_request_param_t Lane::receive_parameters(Message& message) {
     return parameters;
 }
 
-// Looks for messages that meet a receive with a claim. UCX cannot take the claim itself: such a receive is given to UCX
-// only when there is a message for it.
+// Looks for messages that meet a receive with a claim. UCX does not know claims, so such a receive is given to UCX only
+// when a message for it has arrived and the claim has been taken.
 void Lane::match_receives_with_claim() {
-    for (std::size_t each = 0; each < unmatched_with_claim_.size();) {
-        const MessagePtr message = unmatched_with_claim_[each];
+    for (std::size_t index = 0; index < unmatched_with_claim_.size();) {
+        const MessagePtr message = unmatched_with_claim_[index];
         const ucp_tag_t tag = tag_of(0, message->tag);
         ucp_tag_recv_info_t info{};
         if (!calls()->tag_probe_nb(worker_->get(), tag, kFromAny, 0, &info) || !message->claim->take()) {
-            ++each;
+            ++index;
             continue;
         }
-        const ucp_tag_message_h found = calls()->tag_probe_nb(worker_->get(), tag, kFromAny, 1, &info);
+        const ucp_tag_message_h arrived = calls()->tag_probe_nb(worker_->get(), tag, kFromAny, 1, &info);  // removes it
         std::erase(unmatched_with_claim_, message);
         message->peer = sender_of(info);
         const ucp_request_param_t parameters = receive_parameters(*message);
-        track(message,
-              calls()->tag_msg_recv_nbx(worker_->get(), receive_buffer(*message), message->bytes, found, &parameters));
-        each = 0;  // track() moves messages, and may come here
+        track(message, calls()->tag_msg_recv_nbx(worker_->get(), receive_buffer(*message), message->bytes, arrived,
+                                                 &parameters));
+        index = 0;  // track() moves messages, and may have changed the list
     }
 }
 
@@ -196,16 +212,17 @@ void Lane::on_sent(void* request, ucs_status_t status, void* user_data) {
 
 void Lane::on_received(void* request, ucs_status_t status, const ucp_tag_recv_info_t* info, void* user_data) {
     auto& message = *static_cast<Message*>(user_data);
-    const ucp_tag_recv_info_t found = *info;
+    const ucp_tag_recv_info_t received = *info;  // a part of the request
     calls()->request_free(request);
-    message.lane->end_message(message, status, found);
+    message.lane->end_message(message, status, received);
 }
 
-// UCX does not use the memory of the message any more.
+// UCX has ended the message, and does not use its memory any more.
 void Lane::end_message(Message& message, ucs_status_t status, const ucp_tag_recv_info_t& info) {
     message.request = nullptr;
-    const bool is_right = message.is_outgoing || info.length == message.bytes || message.may_be_shorter;
-    if (status == UCS_OK && is_right) {
+    // 1. Set the result. A message that has an error already keeps it.
+    const bool has_right_length = message.is_outgoing || info.length == message.bytes || message.may_be_shorter;
+    if (status == UCS_OK && has_right_length) {
         if (!message.is_outgoing && message.staging && message.data)
             std::memcpy(message.data, message.staging.get(), info.length);
         message.is_done = true;
@@ -216,9 +233,10 @@ void Lane::end_message(Message& message, ucs_status_t status, const ucp_tag_recv
     } else if (message.error.empty()) {
         message.error = calls()->status_string(status);
     }
-    if (const auto found = pending_.find(&message); found != pending_.end()) {
-        freed_without_lock_.push_back(std::move(found->second));
-        pending_.erase(found);
+    // 2. UCX's reference to the message ends.
+    if (const auto entry = pending_.find(&message); entry != pending_.end()) {
+        freed_without_lock_.push_back(std::move(entry->second));
+        pending_.erase(entry);
     }
 }
 
@@ -228,17 +246,20 @@ Lane::WaitResult Lane::wait(Message& message, std::chrono::milliseconds limit) {
     if (std::exchange(message.is_aborted, false)) return WaitResult::kAborted;
     const WaitingThreads<Message>::Scope awaited(waiting_, message);
     for (Polling::Wait polling(polling_);;) {
+        // 1. Has the message ended?
         if (message.is_done) return WaitResult::kDone;
         if (message.has_other_length) throw Transport::LengthError(message.error);
         if (message.is_unreachable) throw Transport::UnreachableError(message.error);
         if (!message.error.empty()) throw Transport::TransportError(message.error);
         if (message.is_aborted) return WaitResult::kAborted;
+        // 2. Move messages, of all threads, as long as there are any.
         if (progress_worker()) {
             waiting_.wake_others(&message);
-            guard.lock.unlock();  // for other threads: much may be arriving
+            guard.lock.unlock();  // gives other threads a turn
             guard.lock.lock();
             continue;
         }
+        // 3. Poll again a few times, then sleep.
         if (message.is_done || polling.again(guard.lock)) continue;
         const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now());
         if (left <= 0ms) return WaitResult::kLate;
@@ -269,7 +290,7 @@ void Lane::release(const MessagePtr& message) {
     if (message->request && !message->is_outgoing) calls()->request_cancel(worker_->get(), message->request);
 }
 
-// UCX calls this within worker_progress().
+// UCX calls this within worker_progress(), where endpoints cannot be closed: handle_failures() does it.
 void Lane::on_error(void* user_data, ucp_ep_h, ucs_status_t status) {
     auto& peer = *static_cast<Peer*>(user_data);
     peer.is_broken = true;
@@ -291,7 +312,7 @@ void Lane::mark_gone(Peer& peer, const std::string& reason) {
     has_unhandled_failures_ = true;
 }
 
-// Lets UCX move messages. Returns how much there was to do.
+// Lets UCX move messages. Returns 0 if there was nothing to do.
 unsigned Lane::progress_worker() {
     const unsigned count = calls()->worker_progress(worker_->get());
     if (!unmatched_with_claim_.empty()) match_receives_with_claim();
@@ -299,6 +320,7 @@ unsigned Lane::progress_worker() {
     return count;
 }
 
+// Closes broken endpoints, and fails the messages of ranks that have gone. `is_quiet`: nothing has arrived just now.
 void Lane::handle_failures(bool is_quiet) {
     has_unhandled_failures_ = false;
     const auto now = Clock::now();
@@ -310,11 +332,7 @@ void Lane::handle_failures(bool is_quiet) {
         else
             has_unhandled_failures_ = true;
     }
-    std::erase_if(closing_requests_, [](void* request) {
-        const bool is_done = calls()->request_check_status(request) != UCS_INPROGRESS;
-        if (is_done) calls()->request_free(request);
-        return is_done;
-    });
+    remove_completed(closing_requests_);
     has_unhandled_failures_ = has_unhandled_failures_ || !closing_requests_.empty();
 }
 
@@ -323,7 +341,7 @@ void Lane::fail_message(Message& message, const Peer& peer) {
     message.is_unreachable = peer.is_unreachable;
 }
 
-// Fails all messages from and to a rank: no more can come.
+// Fails all messages from and to a rank: no message can arrive from it any more.
 void Lane::fail_peer(Peer& peer) {
     peer.has_failed = true;
     const int number = static_cast<int>(&peer - peers_.data());
@@ -332,22 +350,23 @@ void Lane::fail_peer(Peer& peer) {
     waiting_.wake_others();
 }
 
+// Fails the messages for which `is_concerned` is true, with the reason of `cause`.
 void Lane::fail_all(const std::function<bool(const Message&)>& is_concerned, const Peer& cause) {
-    std::vector<MessagePtr> found;
+    std::vector<MessagePtr> messages;
     for (const auto& [key, message] : pending_) {
-        if (is_concerned(*message) && message->error.empty()) found.push_back(message);
+        if (is_concerned(*message) && message->error.empty()) messages.push_back(message);
     }
     for (const MessagePtr& message : unmatched_with_claim_) {
-        if (is_concerned(*message)) found.push_back(message);
+        if (is_concerned(*message)) messages.push_back(message);
     }
-    for (const MessagePtr& message : found) {
+    for (const MessagePtr& message : messages) {
         fail_message(*message, cause);
         if (!message->is_outgoing && message->request) calls()->request_cancel(worker_->get(), message->request);
-        freed_without_lock_.push_back(message);  // rather than freed here
+        freed_without_lock_.push_back(message);
     }
 }
 
-// Fails the sends to the rank that are in progress.
+// Closes the connection to a rank. UCX then ends the sends to it that are in progress, with an error.
 void Lane::close_endpoint(Peer& peer) {
     peer.is_broken = false;
     if (!peer.endpoint) return;
@@ -377,7 +396,8 @@ void Lane::close(const std::string& reason) {
     waiting_.wake_others();
 }
 
-// Gives the network what has been sent: UCX keeps a copy of what a connection does not take at once.
+// Waits up to kTimeToFlush until the network has taken what was sent: UCX keeps a copy of what it does not take at
+// once.
 void Lane::flush() {
     std::vector<void*> requests;
     const ucp_request_param_t parameters{};
@@ -391,14 +411,10 @@ void Lane::flush() {
                              requests.end());  // these end with their endpoints
 }
 
-// Moves messages until the requests have been completed, but not for longer than `until`.
+// Moves messages until UCX has completed the requests, or until the deadline. Leaves the others in the list.
 void Lane::wait_for_requests(std::vector<void*>& requests, Clock::time_point until) {
     for (;;) {
-        std::erase_if(requests, [](void* request) {
-            const bool is_done = calls()->request_check_status(request) != UCS_INPROGRESS;
-            if (is_done) calls()->request_free(request);
-            return is_done;
-        });
+        remove_completed(requests);
         if (requests.empty() || Clock::now() >= until) return;
         if (!calls()->worker_progress(worker_->get())) ::sched_yield();
     }
@@ -413,12 +429,13 @@ bool Lane::progress() {
     return is_armed;
 }
 
-// Returns false if there is something to do first.
+// Makes the worker's descriptor readable at the next event. Returns false if there is something to do first.
 bool Lane::arm() {
     return calls()->worker_arm(worker_->get()) != UCS_ERR_BUSY;
 }
 
-// Sleeps until something can be moved, a wait is over or a look at failures is due. Returns false if a signal has come.
+// Sleeps until messages can be moved, the wait of this or another thread is over, or kBetweenLooks have passed. Returns
+// false if a signal has interrupted the sleep.
 bool Lane::sleep(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds limit) {
     if (!arm()) return true;
     pollfd watched[] = {{worker_->descriptor(), POLLIN, 0}, {waiting_.descriptor(), POLLIN, 0}};

@@ -1,13 +1,18 @@
-// The messages of one rank through a worker of UCX, and the waits for them.
+// A lane: the messages of one rank through one worker of UCX, and the waits for them. A worker is UCX's object that
+// moves messages; an endpoint is its connection to another rank's worker.
 //
-// As in TcpLane, the thread that waits moves the messages of all: it polls the worker, and when that has brought
-// nothing for a while it sleeps until the descriptor of the worker is readable. The calls of UCX are made under the
-// lock.
+// As in TcpLane, a thread that waits moves the messages of all threads: it polls the worker, and after some polls that
+// moved nothing it sleeps until the descriptor of the worker is readable. While no thread waits, the transport's thread
+// does that (tcp/background_mover.h). All calls of UCX are made under the lock, and UCX calls the on_... functions
+// within them.
 //
 //     tag of UCX, 64 bits:    group 12 | sender 21 | tag 31
 //
-// The bits of the group are from its key, so a message of another group, which a reused port may bring here, meets no
-// receive.
+// The bits of the group are taken from its key. A message of another group, which a reused port may bring here,
+// therefore meets no receive.
+//
+// When a rank has gone, this rank fails its sends to it at once, but its receives only when nothing has arrived for
+// kTimeToArrive: messages that the rank had sent before may still arrive.
 #pragma once
 
 #include <chrono>
@@ -31,6 +36,10 @@ public:
     using Clock = std::chrono::steady_clock;
     enum class WaitResult { kDone, kAborted, kLate };
 
+    // Args:
+    //     addresses: of the workers of all ranks, by rank.
+    //     key: of the group; see TcpEndpoint.
+    //     polls: see Polling.
     Lane(std::unique_ptr<Worker> worker, std::vector<std::string> addresses, int rank, const std::string& key,
          bool polls);
     ~Lane();
@@ -42,10 +51,10 @@ public:
 
     // Throws TransportError if the message has failed.
     WaitResult wait(Message& message, std::chrono::milliseconds limit);
-    bool is_done(const Message& message);  // or has failed
+    bool is_done(const Message& message);  // also true if the message has failed
     int source(const Message& message);
     void abort(Message& message);
-    // The message is not needed any more. Its memory is not used afterwards, unless it has an owner.
+    // The caller does not need the message any more. Its memory is not used afterwards, unless it has an owner.
     void release(const MessagePtr& message);
 
     // The process of a rank has ended, or it has left the group. Messages that it has sent before are still received.
@@ -56,26 +65,27 @@ public:
     // time.
     void close(const std::string& reason);
 
-    // Moves messages. Returns true if there is nothing left to do: descriptor() becomes readable when there is again.
+    // Moves messages without waiting. Returns true if nothing is left to do now, and descriptor() will become readable
+    // when there is something; false: call it again.
     bool progress();
     int descriptor() const { return worker_->descriptor(); }
     // For how long a thread may sleep before it must call progress() in any case; negative: without limit.
     std::chrono::milliseconds longest_sleep();
-    // Whether much is to be sent or received.
+    // Whether many bytes are to be sent or received.
     bool is_loaded();
     // Whether no thread waits, and none has since `waits`, the number of waits so far, which is brought up to date.
     bool is_idle_since(std::uint64_t& waits);
 
 private:
-    // The connection to another rank. Its address is the argument of UCX's error handler.
+    // What the lane knows of another rank. UCX's error handler gets a pointer to it.
     struct Peer {
         Lane* lane;
-        ucp_ep_h endpoint = nullptr;     // made by the first message to the rank
-        bool is_broken = false;          // the endpoint: it must be closed
+        ucp_ep_h endpoint = nullptr;     // the connection, made by the first message to the rank
+        bool is_broken = false;          // UCX has reported an error of the endpoint: it must be closed
         std::string gone{};              // why nothing can be sent any more; empty as long as the rank is there
         bool is_unreachable = false;     // no device of UCX leads to the rank, or its host answers nothing
-        Clock::time_point gone_since{};  // when it went
-        bool has_failed = false;         // nothing can come any more either
+        Clock::time_point gone_since{};  // when `gone` was set
+        bool has_failed = false;         // nothing can arrive any more either: all messages have been failed
     };
     class LockAndFree;
 
@@ -83,6 +93,7 @@ private:
     static void on_received(void* request, ucs_status_t status, const ucp_tag_recv_info_t* info, void* message);
     static void on_error(void* peer, ucp_ep_h endpoint, ucs_status_t status);
 
+    // These need the lock.
     ucp_tag_t tag_of(int sender, int tag) const;
     Peer& peer_of(const Message& message) { return peers_[static_cast<std::size_t>(message.peer)]; }
     ucp_ep_h endpoint_to(Peer& peer);
@@ -109,14 +120,14 @@ private:
     const int rank_;
     const std::uint64_t group_;  // the first bits of all tags
 
-    std::mutex mutex_;  // of all below, and of the worker
-    std::vector<Peer> peers_;
-    std::unordered_map<const Message*, MessagePtr> pending_;  // whose memory UCX uses
-    std::vector<MessagePtr> unmatched_with_claim_;            // receives that no message has met
-    std::vector<MessagePtr> freed_without_lock_;              // freed without the lock: an owner may run any code
-    std::vector<void*> closing_requests_;                     // requests of UCX that close endpoints
-    bool has_unhandled_failures_ = false;                     // that handle_failures() has not yet dealt with
-    std::string close_reason_;                                // why; empty as long as the lane is open
+    std::mutex mutex_;                                        // the lock: of all below, and of the worker
+    std::vector<Peer> peers_;                                 // by rank
+    std::unordered_map<const Message*, MessagePtr> pending_;  // messages whose memory UCX uses
+    std::vector<MessagePtr> unmatched_with_claim_;            // receives with a claim that no message has met
+    std::vector<MessagePtr> freed_without_lock_;  // freed by LockAndFree: the end of an owner may run any code
+    std::vector<void*> closing_requests_;         // UCX's requests that close endpoints
+    bool has_unhandled_failures_ = false;         // handle_failures() has something to do
+    std::string close_reason_;                    // why the lane has been closed; empty as long as it is open
     WaitingThreads<Message> waiting_;
     Polling polling_;
 };

@@ -1,4 +1,4 @@
-// A message that a rank sends or expects through UCX.
+// A message that a rank sends or expects through UCX. The lock of its lane guards it.
 #pragma once
 
 #include <memory>
@@ -13,22 +13,22 @@ class Lane;
 struct Message {
     Lane* lane;
     bool is_outgoing;
-    int peer, tag;    // the peer of a receive may be Transport::kAnyone
-    std::byte* data;  // null when the memory must not be used any more
-    std::size_t bytes;
-    Transport::Owner owner;
-    bool may_be_shorter = false;  // a message that a receive expects
-    ClaimPtr claim{};             // of a receive from any rank
+    int peer, tag;           // the peer of a receive may be Transport::kAnyone, until a message has met the receive
+    std::byte* data;         // the memory of the caller; null when it must not be used any more
+    std::size_t bytes;       // of data
+    Transport::Owner owner;  // keeps the memory of the caller alive; may be null
+    bool may_be_shorter = false;  // whether a receive accepts a message of fewer bytes
+    ClaimPtr claim{};             // of a receive that is posted in two places, from any rank; otherwise null
 
-    // UCX cannot always be made to release the memory of a message that has begun. A message without an owner is
-    // therefore sent from here, or received into here and then copied.
+    // UCX cannot always be made to release memory that it uses. A message without an owner is therefore sent from this
+    // buffer, or received into it and then copied.
     std::unique_ptr<std::byte[]> staging{};
-    void* request = nullptr;  // of UCX, while UCX uses the memory
+    void* request = nullptr;  // UCX's handle of the message while UCX uses the memory
 
-    bool is_done = false;           // received, or handed to UCX
-    std::string error{};            // why it failed; empty if it has not
-    bool has_other_length = false;  // the message: that is the error
-    bool is_unreachable = false;    // the peer, by any device of UCX: that is the error
+    bool is_done = false;           // received; or sent, so that UCX does not need the memory any more
+    std::string error{};            // why the message has failed; empty if it has not
+    bool has_other_length = false;  // the kind of the error: the message has another length than the receive
+    bool is_unreachable = false;    // the kind of the error: no device of UCX leads to the peer
     bool is_aborted = false;        // the next wait, or the current one, returns early
 };
 using MessagePtr = std::shared_ptr<Message>;

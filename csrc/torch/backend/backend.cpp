@@ -8,6 +8,7 @@
 
 #include "../../common/thread.h"
 #include "../../shm/collectives.h"
+#include "../common/python_signals.h"
 #include "../common/work.h"
 
 namespace dist_prims {
@@ -15,16 +16,33 @@ namespace {
 
 constexpr WaitGraph::Wait kInCollective{WaitGraph::WaitKind::kCollective};
 
-// Called at intervals by a thread that waits for a collective on the queue. A background thread publishes nothing: the
-// program of this rank continues.
+// Called at intervals by a thread that waits for a collective in the queue: handles Ctrl-C, and shows the other ranks
+// in the wait-for graph that this rank waits. A background thread shows nothing: the program of this rank continues.
 void check_while_waiting(LongWait& waiting) {
     if (!in_background) waiting.published.set(kInCollective);
     run_python_signal_handlers();
 }
 
-// What the profiler shows of a call.
-std::vector<c10::IValue> inputs_of(const Tensors& tensors) {
-    return {tensors.begin(), tensors.end()};
+// Waits for a job of the queue, whose thread looks for failures meanwhile. After `limit` it ends the group and throws,
+// so that no tensor is written after the wait.
+void wait_for_job(Queue& queue, const Queue::Handle& job, HostSegment& host_segment, Execution& execution,
+                  Milliseconds limit) {
+    Membership& membership = host_segment.membership;
+    LongWait waiting(membership.wait_graph());
+    const auto interrupt = [&] { check_while_waiting(waiting); };
+    if (queue.wait(job, limit, interrupt)) return;
+    try {
+        while (!membership.is_final(waiting.diagnosis, {kInCollective}, limit)) {
+            if (queue.wait(job, kBetweenDiagnoses, interrupt)) return;
+        }
+        membership.throw_timeout(std::to_string(limit.count()) + " ms in the wait for " + job->title +
+                                     "; the group has ended, so that nothing is written late",
+                                 waiting.diagnosis.verdict());
+    } catch (const CommError&) {
+        execution.wake();
+        queue.wait(job, Milliseconds::max(), {});  // the job ends at its next check for failures
+        throw;
+    }
 }
 
 FlightRecorder::Entry flight_record_entry(const Call& call, const CallOptions& options, std::uint64_t sequence) {
@@ -43,7 +61,7 @@ PrimsBackend::PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int ran
       setup_(std::make_unique<const Setup>(std::move(setup))),
       gloo_(std::make_unique<LazyBackend>(setup_->make_gloo)),
       queue_(std::make_shared<Queue>("rank " + std::to_string(rank))) {
-    init();
+    init();  // of c10d::Backend
     options_->global_ranks_in_group = setup_->ranks;
     options_->group_name = setup_->group;
     const CreationFailure creation_failure(store, rank);
@@ -51,7 +69,8 @@ PrimsBackend::PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int ran
         Hosts hosts = hosts_of(setup_->hosts, rank);
         host_segment_ = make_host_segment(store, rank, *setup_, hosts, creation_failure, ended);
         execution_ = make_execution(host_segment_, rank, *setup_, std::move(hosts));
-        Call first;  // the ranks must agree on this as on everything
+        // The first agreement: all ranks have come, with the same sizes.
+        Call first;
         first.count = host_segment_->slots.capacity();
         first.layout = setup_->one_shot_bytes;
         first.set_algorithm(c10::str("one shot to ", first.layout, ", slot ", first.count));
@@ -63,7 +82,7 @@ PrimsBackend::PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int ran
         creation_failure.report(std::current_exception());
     }
     host_segment_->membership.on_wait(run_python_signal_handlers);
-    // A program that ends need not destroy its groups.
+    // A program may end without destroying its groups.
     leave_at_exit_.emplace([this] { leave(); });
 }
 
@@ -72,7 +91,7 @@ PrimsBackend::~PrimsBackend() {
         shutdown();
         return;
     }
-    // A forked child has no thread to join and no mapping to write to, so these are leaked.
+    // A forked child has no thread to join, and must not write to the memory of its parent: it leaks these.
     static_cast<void>(new std::shared_ptr<HostSegment>(std::move(host_segment_)));
     static_cast<void>(new std::shared_ptr<Execution>(std::move(execution_)));
     static_cast<void>(new std::shared_ptr<Queue>(std::move(queue_)));
@@ -82,8 +101,8 @@ PrimsBackend::~PrimsBackend() {
 
 void PrimsBackend::setTimeout(Milliseconds timeout) {
     options_->timeout = timeout;
-    for (const auto& each : {gloo_->get_if_made(), setup_->accelerator}) {
-        if (each) each->setTimeout(timeout);
+    for (const auto& backend : {gloo_->get_if_made(), setup_->accelerator}) {
+        if (backend) backend->setTimeout(timeout);
     }
 }
 
@@ -94,21 +113,24 @@ void PrimsBackend::number_from(std::uint64_t first) {
 
 void PrimsBackend::shutdown() {
     if (owner_process_ != this_process()) return;  // a forked child has nothing to end
-    const bool held = Py_IsInitialized() && PyGILState_Check();
+    // 1. Release the GIL, if this thread has it: a job that the queue waits for may need it.
+    const bool has_gil = Py_IsInitialized() && PyGILState_Check();
     std::optional<pybind11::gil_scoped_release> release;
-    if (held) release.emplace();  // work that is waited for may need it
+    if (has_gil) release.emplace();
     const auto reason = std::make_exception_ptr(CommError(
         CommError::Kind::kPeerLeft,
         "rank " + std::to_string(rank_) + ": the group was destroyed or aborted on this rank before this was done"));
+    // 2. End the collectives: the running one has a moment to finish, then it is stopped.
     host_segment_->membership.leave();
     const bool is_over = queue_->close(reason, [this] {
         host_segment_->membership.stop();
         execution_->wake();
     });
-    // Called by a signal handler: the interrupted call ends too late to send the notice to other hosts.
+    // Inside of a signal handler: the interrupted call ends too late to send the notice to other hosts.
     if (!is_over) execution_->forward_leave();
+    // 3. End the messages, and the waits outside of the queue.
     host_segment_->p2p.close(reason);
-    host_segment_->membership.stop();  // for waits outside of the queue
+    host_segment_->membership.stop();
     execution_->close_messages(reason);
     execution_->leave();
 }
@@ -118,8 +140,8 @@ void PrimsBackend::leave() {
     execution_->leave();
 }
 
-// Jobs and messages call members, so they keep the object, but not the group: when the last reference of a user goes,
-// release_resources() ends it.
+// Jobs and messages call members of this object, so they keep its memory by a weak reference. It does not keep the
+// group: when the user drops the last reference, torch calls release_resources(), which ends the group.
 c10::weak_intrusive_ptr<PrimsBackend> PrimsBackend::weak_reference() {
     return c10::weak_intrusive_ptr<PrimsBackend>(c10::intrusive_ptr<PrimsBackend>::reclaim_copy(this));
 }
@@ -135,33 +157,30 @@ c10d::Backend* PrimsBackend::other_backend(const Tensors& tensors) {
     return nullptr;
 }
 
-c10d::Backend* PrimsBackend::gloo() {
-    check_owner();
-    return gloo_->get(rank_);
-}
-
-// Takes the queue for a call that runs on this thread, if that is wanted and the queue is idle.
 PrimsBackend::TakenQueue PrimsBackend::take_idle_queue(const char* title, bool wanted) {
     return {queue_->take(title, wanted) ? queue_.get() : nullptr, [](Queue* queue) { queue->give_back(); }};
 }
 
 WorkPtr PrimsBackend::run_or_enqueue(std::vector<CollectiveCall> calls, const CallOptions& options, Tensors outputs) {
-    // 1. Number the calls, and make their record. A synchronous call on an idle queue runs on this thread.
-    const auto taken = take_idle_queue(options.title, !options.async);
+    // 1. Number the calls, and add them to the flight recorder: coalesced calls as one record.
+    const auto taken_queue = take_idle_queue(options.title, !options.async);
     for (CollectiveCall& call : calls) call.announced.sequence = ++sequence_;
     const Call& first = calls.front().announced;
-    const std::uint64_t sequence = first.sequence;  // coalesced calls have one number in records
-    const std::uint64_t entry = flight_recorder_.add(flight_record_entry(first, options, sequence), taken != nullptr);
-    if (taken) {
+    const std::uint64_t sequence = first.sequence;
+    const std::uint64_t entry =
+        flight_recorder_.add(flight_record_entry(first, options, sequence), taken_queue != nullptr);
+    // 2. A synchronous call on an idle queue runs on this thread.
+    if (taken_queue) {
         std::optional<at::RecordFunction> range;  // an idle one costs more than the test for a profiler
         if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) [[unlikely]] {
             range.emplace(std::move(*callbacks));
-            at::detail::record_function_with_scope(*range, options.title, inputs_of(outputs));
+            const std::vector<c10::IValue> inputs(outputs.begin(), outputs.end());
+            at::detail::record_function_with_scope(*range, options.title, inputs);
         }
         run_calls(calls, options.timeout, entry);
         return c10::make_intrusive<DoneWork>(rank_, options.type, std::move(outputs), sequence);
     }
-    // 2. All others are jobs of the queue, which run in the inference mode of the caller.
+    // 3. Any other call becomes a job of the queue, which another thread may run.
     auto work = c10::make_intrusive<PrimsWork>(rank_, options.type, options.title, std::move(outputs), sequence);
     const auto job = std::make_shared<Queue::Job>();
     job->title = options.title;
@@ -171,27 +190,11 @@ WorkPtr PrimsBackend::run_or_enqueue(std::vector<CollectiveCall> calls, const Ca
         trace_queued(*trace_group_, calls.front().announced, called);
         inference_mode.run([&] { run_calls(calls, timeout, entry); });
     };
-    // 3. The wait looks for failures meanwhile. After `limit` it ends the group, so that nothing is written late.
+    // 4. Wait for the job here, or in Work::wait(), which must not need this object: the user may drop the group first.
     if (options.async) {
         queue_->submit(job);
-        work->set_waiter([queue = queue_, host_segment = host_segment_, execution = execution_, job,
-                          title = options.title](Milliseconds limit) {
-            LongWait waiting(host_segment->membership.wait_graph());
-            const auto look = [&] { check_while_waiting(waiting); };
-            if (queue->wait(job, limit, look)) return;
-            try {
-                while (!host_segment->membership.is_final(waiting.diagnosis, {kInCollective}, limit)) {
-                    if (queue->wait(job, kBetweenDiagnoses, look)) return;
-                }
-                host_segment->membership.throw_timeout(std::to_string(limit.count()) + " ms in the wait for " + title +
-                                                           "; the group has ended, so that nothing is written late",
-                                                       waiting.diagnosis.verdict());
-            } catch (const CommError&) {
-                execution->wake();
-                queue->wait(job, Milliseconds::max(), {});  // it ends at its next check for failures
-                throw;
-            }
-        });
+        work->set_waiter([queue = queue_, host_segment = host_segment_, execution = execution_,
+                          job](Milliseconds limit) { wait_for_job(*queue, job, *host_segment, *execution, limit); });
     } else {
         LongWait waiting(host_segment_->membership.wait_graph());
         queue_->run(job, [&] { check_while_waiting(waiting); });
@@ -238,11 +241,11 @@ PrimsBackend::BackendPtr PrimsBackend::split(const c10::intrusive_ptr<c10d::Stor
         TORCH_CHECK_VALUE(std::count(ranks.begin(), ranks.end(), rank) == 1, "split_group: rank ", rank,
                           " is listed twice; list each rank once");
     }
-    const auto place = std::find(ranks.begin(), ranks.end(), rank_);
-    if (place == ranks.end()) return nullptr;
+    const auto own = std::find(ranks.begin(), ranks.end(), rank_);
+    if (own == ranks.end()) return nullptr;
     return setup_->make_child({.store = store,
                                .name = opts->group_name,
-                               .rank = static_cast<int>(place - ranks.begin()),
+                               .rank = static_cast<int>(own - ranks.begin()),
                                .size = static_cast<int>(ranks.size()),
                                .timeout = opts->timeout,
                                .ranks = ranks});
@@ -275,9 +278,9 @@ c10d::ErrorType PrimsBackend::getError() {
 
 #ifdef C10D_BACKEND_HAS_HOOKS
 void PrimsBackend::registerAbortHook(int64_t hook_id, c10d::AbortHook hook) {
-    const auto made = std::make_shared<const c10d::AbortHook>(std::move(hook));
+    const auto shared_hook = std::make_shared<const c10d::AbortHook>(std::move(hook));
     const std::lock_guard lock(hooks_guard_);
-    TORCH_CHECK_VALUE(abort_hooks_.try_emplace(hook_id, made).second, "rank ", rank_, ": abort hook ", hook_id,
+    TORCH_CHECK_VALUE(abort_hooks_.try_emplace(hook_id, shared_hook).second, "rank ", rank_, ": abort hook ", hook_id,
                       " is registered already; choose another number, or unregister that hook first");
 }
 
@@ -289,7 +292,7 @@ void PrimsBackend::unregisterAbortHook(int64_t hook_id) {
 }
 #endif
 
-// Calls the hooks of the user if the group has ended by a failure. A mismatch does not end it.
+// Calls the hooks of the user if the group has ended by a failure. A mismatch does not end the group.
 void PrimsBackend::run_abort_hooks() const {
     if (!host_segment_->membership.notice()) return;
     decltype(abort_hooks_) hooks;
@@ -314,9 +317,9 @@ void PrimsBackend::all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op) {
                           tensor.is_contiguous() && op.op_ != c10d::ReduceOp::PREMUL_SUM &&
                           !execution_->spans_hosts() && !execution_->has_pins(Collective::kAllReduce);
     const CallOptions options = call_options(Collective::kAllReduce, false);
-    // 2. Not plain, or the queue is busy: the way of all other calls.
-    const auto taken = take_idle_queue(options.title, is_plain);
-    if (!taken) {
+    // 2. If it is not plain, or the queue is busy, take the way of all other calls.
+    const auto taken_queue = take_idle_queue(options.title, is_plain);
+    if (!taken_queue) {
         c10d::AllreduceOptions opts;
         opts.reduceOp = op;
         opts.asyncOp = false;
@@ -343,7 +346,8 @@ at::Tensor PrimsBackend::allocateTensor(long size, at::TensorOptions options) {
 }
 
 WorkPtr PrimsBackend::start_message(const CallOptions& options, const Tensors& tensors, int peer,
-                                    PointToPoint::Tag key) {
+                                    PointToPoint::Tag tag) {
+    // 1. Number the message, and add it to the flight recorder.
     const at::Tensor& tensor = tensors[0];
     const bool outgoing = options.type == c10d::OpType::SEND;
     FlightRecorder::Entry entry{
@@ -351,35 +355,36 @@ WorkPtr PrimsBackend::start_message(const CallOptions& options, const Tensors& t
     entry.dtype = name_of(type_of(tensor));
     entry.timeout_ms = options.timeout.count();
     entry.point_to_point = true;
-    const std::uint64_t number = flight_recorder_.add(entry, true);
-
+    const std::uint64_t record = flight_recorder_.add(entry, true);
+    // 2. What the thread that completes the message does: it delivers the data, and completes the Work.
     auto work = c10::make_intrusive<PrimsWork>(rank_, options.type, options.title, tensors, messages_);
     const Output data(tensor);
-    auto done = [this, self = weak_reference(), data, outgoing, number, inference_mode = CallerInferenceMode(),
+    auto done = [this, self = weak_reference(), data, outgoing, record, inference_mode = CallerInferenceMode(),
                  finish = work->completion()](std::exception_ptr error) {
         if (!outgoing && !error) error = caught([&] { inference_mode.run([&] { data.deliver(); }); });
         caught([&] {
-            flight_recorder_.end(number, !error);
+            flight_recorder_.end(record, !error);
             if (error) write_record();
         });
         auto callback = finish(error);
         if (!error) return callback;
-        return std::function<void()>([this, self, callback = std::move(callback)] {  // runs without the locks of p2p
+        return std::function<void()>([this, self, callback = std::move(callback)] {  // called without the locks of p2p
             execution_->forward_notice();
             run_abort_hooks();
             if (callback) callback();
         });
     };
+    // 3. Start the message. `Output` owns the memory as long as a transport needs it.
     const TraceCall traced(*trace_group_, messages_);
-    StartedMessage begun = execution_->start_message(
+    StartedMessage message = execution_->start_message(
         {outgoing,
          peer,
-         key,
+         tag,
          {data.data(), static_cast<std::size_t>(tensor.nbytes()), std::make_shared<Output>(data)},
          options.timeout,
          std::move(done)});
-    work->set_source(std::move(begun.source));
-    work->set_waiter(std::move(begun.wait));
+    work->set_source(std::move(message.source));
+    work->set_waiter(std::move(message.wait));
     return work;
 }
 

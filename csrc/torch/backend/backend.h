@@ -1,4 +1,14 @@
-// The torch.distributed backend "dist_prims": makes a CollectiveCall of each collective, and runs it in the queue.
+// The torch.distributed backend "dist_prims": one object for each group and rank.
+//
+// A collective takes this way:
+//
+//     entry point       entry_points.cpp    checks the arguments, and makes a CollectiveCall of them (CallBuilder)
+//     submit()          entry_points.cpp    chooses the schedule (Execution::prepare)
+//     run_or_enqueue()  backend.cpp         runs the call on this thread, or gives it to the queue
+//     run_calls()       backend.cpp         makes the records of the call, and runs it (Execution::run)
+//
+// A send or a recv does not pass through the queue: start_message() starts it, and its Work waits for it. A call whose
+// tensors are on another device than the CPU belongs to the backend for that device: see other_backend().
 #pragma once
 
 #include <atomic>
@@ -27,9 +37,10 @@ namespace dist_prims {
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
+// How a call is made. A synchronous call (not `async`) is done when the entry point returns.
 struct CallOptions {
     c10d::OpType type;
-    const char* title;
+    const char* title;  // the name of the call in errors, profiles and the flight recorder
     Milliseconds timeout;
     bool async;
 };
@@ -38,20 +49,21 @@ class PrimsBackend : public c10d::Backend {
 public:
     using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
-    // `ended` returns a rank of this host that is known from another group to have ended before this group is made, or
-    // -1.
+    // Meets the other ranks at the store, and returns when all have made the group. `ended` returns a rank of this host
+    // that is known from another group to have ended before this group is made, or -1.
     PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Setup setup,
                  const std::function<int()>& ended);
     ~PrimsBackend() override;
-    // Called when the last reference of a user goes while a job or a message keeps the object.
+    // torch calls it when the user drops the last reference, while a job or a message still keeps the object.
     void release_resources() override { shutdown(); }
 
     const std::string getBackendName() const override { return options_->backend; }
-    // A copy: ProcessGroup::splitGroup of torch 2.13 writes the options of the new group into it.
+    // Returns a copy: ProcessGroup::splitGroup of torch 2.13 writes the options of the new group into it.
     c10::intrusive_ptr<Options> getBackendOptions() override { return c10::make_intrusive<Options>(*options_); }
     void setSequenceNumberForGroup() override {}
     uint64_t getSequenceNumberForGroup() override { return sequence_; }
     void setTimeout(Milliseconds timeout) override;
+    // Ends the group on this rank, and tells the other ranks. Calls and messages that are not done raise.
     void shutdown() override;
     void abort() override { shutdown(); }
     bool spans_hosts() const { return execution_->spans_hosts(); }
@@ -72,22 +84,22 @@ public:
     }
     // The name of the schedule for data of this size; empty if the slot exchange of one host needs none.
     std::string algorithm(std::uint64_t bytes, Collective collective, int root) {
-        const SchedulePtr found = execution_->schedule_for(collective, bytes, root);
-        return found ? found->name : "";
+        const SchedulePtr schedule = execution_->schedule_for(collective, bytes, root);
+        return schedule ? schedule->name : "";
     }
-    // all_reduce in place, with a shorter path than through torch.distributed.
+    // A synchronous all_reduce in place. Bypasses torch's dispatcher, and for a plain tensor also submit().
     void all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op);
-    // A call of dist_prims, whose arguments are checked.
+    // A call of dist_prims.collectives, whose arguments are checked.
     WorkPtr run_call(CollectiveCall call, bool async);
     CallBuilder builder() const { return {rank_, size_}; }
-    // Whether such a tensor is reduced in place, as a shared tensor.
+    // Whether an all_reduce of the tensor works on its own memory, which the other ranks of the host can map.
     bool reduces_in_place(const at::Tensor& tensor) { return tensor.is_cpu() && execution_->reduces_in_place(tensor); }
-    // Completes the incremental sum of a tensor.
+    // Completes the sum of IncrementalTensor number `number`, whose memory is `tensor`, over all ranks.
     WorkPtr all_reduce_incremental(const at::Tensor& tensor, const std::shared_ptr<IncrementalReduce>& incremental,
                                    std::uint64_t number, bool async);
     std::uint64_t next_incremental() { return incrementals_++; }
-    // For tests: where the numbers of calls, messages and incremental sums of this group go on, and where the numbers
-    // of the graphs of later groups do. On all ranks, between two calls.
+    // For tests: sets the next numbers of calls, messages and incremental sums of this group, and of the wait-for
+    // graphs of later groups. Every rank must call it, between the same two calls.
     void number_from(std::uint64_t first);
     // The last calls of this rank, as JSON.
     std::string record() const {
@@ -103,26 +115,28 @@ public:
     WorkPtr endCoalescing() override { return setup_->accelerator->endCoalescing(); }
 
     bool supportsSplitting() const override { return true; }
-    // The group of these ranks of this one, in this order; null on the other ranks, which need not call it.
+    // Makes a group of these ranks of this group, in this order. Returns null on the other ranks, which need not call
+    // it.
     BackendPtr split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                      const c10::intrusive_ptr<Options>& opts) override;
-    // A group with ranks of other groups, which meet at the store.
+    // Makes a group with ranks of other groups, which meet at the store.
     BackendPtr merge(const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<Options>& opts,
                      const int& rank, const int& size) override;
     bool supportsShrinking() const override { return true; }
-    // The group of the ranks that are not excluded, each of which makes this call. Needs none of the excluded ranks.
+    // Makes a group of the ranks that are not excluded. Each of them must call it; no excluded rank is needed.
     BackendPtr shrink(const std::vector<int64_t>& ranks_to_exclude, int flags,
                       const c10::intrusive_ptr<Options>& opts) override;
 
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
-    // The group has no members until the first reconfigure(): its calls raise. Until then it has this rank and size.
+    // Makes this a group without members: its calls raise until the first reconfigure(). Until then torch sees this
+    // rank and size.
     void await_members(int rank, int size);
     bool awaits_members() const { return awaits_members_; }
     bool supportsReconfigure() const override { return true; }
     // Names this process to the other members. It remains the same for the life of the object.
     c10d::ReconfigureHandle get_reconfigure_handle() const override;
-    // Ends the group, and makes one of the processes of these handles in its place; see repair/reconfigure.py. No other
-    // thread may use the group meanwhile.
+    // Ends the group, and replaces it by a group of the processes with these handles; see repair/reconfigure.py. No
+    // other thread may use the group meanwhile.
     WorkPtr reconfigure(const c10d::ReconfigureOptions& opts) override;
     // Throws if a reconfigure() of this object has used the number.
     void use_uuid(std::int64_t uuid);
@@ -137,10 +151,11 @@ public:
 #ifdef C10D_BACKEND_HAS_WINDOW
     bool supportsWindow() const override;
     c10::intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& tensor) override;
-    // A signal of a window, or the wait for one.
+    // Sends a signal of the window with this number (`type` SEND), or receives one (RECV).
     WorkPtr signal(c10d::OpType type, const char* title, int peer, std::uint64_t window, Milliseconds timeout);
+    // The process id of a rank of this host.
     int process_of(int rank) const { return host_segment_->membership.process(rank); }
-    // Throws if the group has ended, or if reconfigure() has replaced the group with this number.
+    // Throws if the group has ended, or if reconfigure() has replaced the group that had this group_number().
     void check_alive(const char* what, std::uint64_t group) const;
     std::uint64_t group_number() const { return group_number_; }
 #endif
@@ -176,6 +191,7 @@ public:
     WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
 private:
+    // Throws in a forked child, and in a group that awaits its members.
     void check_owner() const;
     CallOptions call_options(Collective collective, bool async) const;
     template <typename Opts>
@@ -188,47 +204,53 @@ private:
                                    int64_t root = -1, const std::vector<int64_t>& input_splits = {},
                                    const std::vector<int64_t>& output_splits = {}) const;
     ProfilerRecord message_profiler_record(const char* name, const Tensors& tensors, int peer) const;
+    // These two make a call, or the calls of a coalesced collective, as one job. `outputs` are the result of the Work.
     WorkPtr submit(std::vector<CollectiveCall> calls, const CallOptions& options, Tensors outputs);
     WorkPtr submit(CollectiveCall call, const CallOptions& options, Tensors outputs);
     WorkPtr run_or_enqueue(std::vector<CollectiveCall> calls, const CallOptions& options, Tensors outputs);
+    // Runs calls whose record in the flight recorder is `entry`, on a thread that has the queue.
     void run_calls(const std::vector<CollectiveCall>& calls, Milliseconds timeout, std::uint64_t entry);
     WorkPtr check_and_start_message(c10d::OpType type, const char* title, const Tensors& tensors, int peer, int tag);
-    WorkPtr start_message(const CallOptions& options, const Tensors& tensor, int peer, PointToPoint::Tag key);
-    // The other backend that serves these tensors; null: this one does.
+    // Starts a send or a receive of the only tensor. `tag` may be one that users do not have.
+    WorkPtr start_message(const CallOptions& options, const Tensors& tensors, int peer, PointToPoint::Tag tag);
+    // The backend for the device of these tensors; null if they are on the CPU, which this backend serves.
     c10d::Backend* other_backend(const Tensors& tensors);
     c10d::Backend* other_backend_for_message(const Tensors& tensors, int tag);
 
+    // The queue while this thread runs a call in it; null if there was other work, or if it was not `wanted`.
     using TakenQueue = std::unique_ptr<Queue, void (*)(Queue*)>;
     TakenQueue take_idle_queue(const char* title, bool wanted);
     c10::weak_intrusive_ptr<PrimsBackend> weak_reference();
+    // Runs `work`, and notes its end in the record. On an error it also informs the other hosts and the abort hooks.
     template <typename Work>
     void with_flight_record(std::uint64_t entry, const Work& work);
     void write_record() const;
     void run_abort_hooks() const;
+    // At the exit of the process: tells the other ranks that this rank has left, rather than died.
     void leave();
-    c10d::Backend* gloo();
-    void take_group_from(PrimsBackend& made);
+    void take_group_from(PrimsBackend& new_backend);
 
     const c10::intrusive_ptr<Options> options_;
-    const int owner_process_ = this_process();
-    bool awaits_members_ = false;  // until the first reconfigure
-    std::atomic<std::uint64_t> sequence_{0}, messages_{0};
+    const int owner_process_ = this_process();  // its forked children must not use the group
+    bool awaits_members_ = false;
+    std::atomic<std::uint64_t> sequence_{0}, messages_{0};  // the collectives and the messages so far
 
-    // take_group_from() exchanges these.
+    // The group. reconfigure() replaces these.
     std::unique_ptr<const Setup> setup_;
     std::unique_ptr<const TraceGroup> trace_group_;
     std::unique_ptr<LazyBackend> gloo_;
     std::shared_ptr<HostSegment> host_segment_;
     std::shared_ptr<Execution> execution_;
     std::shared_ptr<Queue> queue_;
-    std::atomic<std::uint64_t> incrementals_{0}, windows_{0};
+    std::atomic<std::uint64_t> incrementals_{0}, windows_{0};  // how many have been made
 
     std::uint64_t group_number_ = 0;  // the number of groups that reconfigure() has made for this object
     std::set<std::int64_t> used_uuids_;
-    mutable std::string handle_;  // empty until it is first needed
+    mutable std::string handle_;  // see get_reconfigure_handle(), which makes it
     FlightRecorder flight_recorder_;
     mutable std::mutex hooks_guard_;
-    std::map<int64_t, std::shared_ptr<const std::function<void()>>> abort_hooks_;  // Python's need the GIL to be copied
+    // By the number of the hook. Shared pointers: to copy a hook of Python's needs the GIL.
+    std::map<int64_t, std::shared_ptr<const std::function<void()>>> abort_hooks_;
     std::optional<ExitAction> leave_at_exit_;
 };
 

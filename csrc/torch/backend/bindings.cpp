@@ -1,4 +1,5 @@
-// The Python module dist_prims._backend.
+// The Python module _backend of an adapter, which dist_prims/backend/torch_adapter.py loads: PrimsBackend and the
+// classes that its setup needs. Functions with the guard Free run without the GIL.
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
@@ -7,7 +8,6 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "../../common/kernels.h"
 #include "backend.h"
 #include "incremental_tensor.h"
 #include "signed_store.h"
@@ -20,12 +20,13 @@ namespace {
 using namespace dist_prims;
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
+// An attribute of a Python object as a C++ value.
 template <class T>
 T field(const py::handle& object, const char* name) {
     return object.attr(name).cast<T>();
 }
 
-// The dataclasses of dist_prims/schedules/program.py, whose fields have the same names in C++.
+// These four copy the dataclasses of dist_prims/schedules/program.py, whose fields have the same names in C++.
 std::vector<RankProgram::Message> messages_of(const py::object& list) {
     std::vector<RankProgram::Message> messages;
     for (const py::handle message : list)
@@ -70,7 +71,7 @@ NativeSchedule schedule_of(const py::handle& from) {
     };
 }
 
-// What Python's functions return: a RankSchedule.
+// A RankSchedule that a function of Python's returns: a type of its own, so that pybind11 copies it by schedule_of().
 struct ReturnedSchedule : NativeSchedule {};
 
 }  // namespace
@@ -97,7 +98,8 @@ using Shrink = std::function<BackendPtr(c10::intrusive_ptr<PrimsBackend>, std::v
 using Reconfigure = std::function<BackendPtr(c10::intrusive_ptr<PrimsBackend>, std::int64_t, std::string,
                                              std::vector<std::string>, bool, Milliseconds)>;
 
-// Python's function that learns the costs of the link between hosts, alpha and beta, and describes the group.
+// Python's function that describes the group. Its argument: alpha (seconds) and beta (seconds per byte) of the link
+// between hosts, or None.
 using Describe = std::function<std::string(std::optional<std::pair<double, double>>)>;
 
 // Reads dist_prims/backend/group_setup.py: values, and functions that this side calls.
@@ -141,28 +143,29 @@ Setup read_setup(const py::object& setup, Milliseconds timeout) {
 c10::intrusive_ptr<PrimsBackend> make_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                               Milliseconds timeout, const py::object& setup,
                                               const std::function<int()>& ended) {
-    Setup known = read_setup(setup, timeout);
+    Setup native_setup = read_setup(setup, timeout);
     const py::gil_scoped_release released;
-    return c10::make_intrusive<PrimsBackend>(store, rank, size, std::move(known), ended);
+    return c10::make_intrusive<PrimsBackend>(store, rank, size, std::move(native_setup), ended);
 }
 
 void pin(PrimsBackend& self, const std::string& collective, const std::string& text, MakePinned make) {
     if (!make) return self.pin(collective_of(collective), text, nullptr);
     self.pin(collective_of(collective), text, [make = std::move(make)](int root) {
         std::vector<NativeSchedule> schedules;
-        for (ReturnedSchedule& each : make(root)) schedules.push_back(std::move(each));
+        for (ReturnedSchedule& schedule : make(root)) schedules.push_back(std::move(schedule));
         return schedules;
     });
 }
 
-Tensors tensors_of(const std::vector<std::optional<at::Tensor>>& given) {
+// None becomes an undefined tensor.
+Tensors tensors_of(const std::vector<std::optional<at::Tensor>>& list) {
     Tensors tensors;
-    for (const auto& each : given) tensors.push_back(each.value_or(at::Tensor()));
+    for (const auto& tensor : list) tensors.push_back(tensor.value_or(at::Tensor()));
     return tensors;
 }
 
-// The exception of an asynchronous call is raised by each wait for it. One of pybind11's can be raised only once, one
-// of torch's any number of times.
+// Every wait for an asynchronous call raises its exception. pybind11's exception can be raised only once, so this turns
+// it into torch's, which can be raised any number of times.
 std::function<void()> raise_repeatedly(std::function<void()> call) {
     if (!call) return call;
     return [call = std::move(call)] {
@@ -171,14 +174,15 @@ std::function<void()> raise_repeatedly(std::function<void()> call) {
         } catch (py::error_already_set& error) {
             const py::gil_scoped_acquire gil;
             error.restore();
-            python_error kept;
-            kept.persist();
-            throw kept;
+            python_error lasting;
+            lasting.persist();
+            throw lasting;
         }
     };
 }
 
-// By a schedule the ranks agree on all lengths, but in an all_to_all only if the blocks of each rank have one length.
+// What the ranks agree on if the caller has named a schedule: all lengths, but in an all_to_all only if the blocks of
+// each rank have one length (`is_even`).
 void announce_schedule(CollectiveCall& call, bool is_even) {
     Call& announced = call.announced;
     call.is_variable_length = announced.collective == Collective::kAllToAll;
@@ -187,19 +191,27 @@ void announce_schedule(CollectiveCall& call, bool is_even) {
     if (call.is_variable_length) announced.count = is_even ? announced.count / 2 : 0;
 }
 
-// A call of dist_prims, whose arguments are checked: by a schedule or, if there is none, as the group makes it.
+// Runs a call of dist_prims.collectives, which has checked the arguments.
+//
+// Args:
+//     schedule: null: the group chooses.
+//     inputs, outputs, counts: by block; see CollectiveCall.
+//     op: null: the collective does not reduce.
+//     is_even: with a schedule, whether all blocks of each rank have one length.
+//     check: see CollectiveCall; may be null.
 WorkPtr run_call(PrimsBackend& self, const std::string& name, const std::shared_ptr<NativeSchedule>& schedule,
                  const std::vector<std::optional<at::Tensor>>& inputs,
                  const std::vector<std::optional<at::Tensor>>& outputs, const Counts& counts,
                  std::optional<c10d::ReduceOp::RedOpType> op, int root, bool is_even, std::function<void()> check,
                  bool async_op) {
     const Collective collective = collective_of(name);
-    Tensors from = tensors_of(inputs), to = tensors_of(outputs);
-    const at::Tensor like = first_defined(from, to);
+    Tensors input_blocks = tensors_of(inputs), output_blocks = tensors_of(outputs);
+    const at::Tensor like = first_defined(input_blocks, output_blocks);
     c10d::ReduceOp reduction;
     reduction.op_ = op.value_or(c10d::ReduceOp::SUM);  // also PREMUL_SUM: the inputs are multiplied
     const Op kind = op ? checked_op(name_of(collective), reduction, like) : Op::kNone;
-    CollectiveCall call = call_of_blocks(collective, like, std::move(from), std::move(to), counts, kind, root);
+    CollectiveCall call =
+        call_of_blocks(collective, like, std::move(input_blocks), std::move(output_blocks), counts, kind, root);
     if (schedule)
         announce_schedule(call, is_even);
     else if (collective == Collective::kBarrier)
@@ -209,17 +221,19 @@ WorkPtr run_call(PrimsBackend& self, const std::string& name, const std::shared_
     return self.run_call(std::move(call), async_op);
 }
 
+// Raises the errors of this library as the exceptions of dist_prims/errors.py.
 void set_python_exception(std::exception_ptr error) {
     try {
         if (error) std::rethrow_exception(error);
-    } catch (python_error& found) {
-        found.restore();
-    } catch (const CommError& found) {
+    } catch (python_error& failure) {
+        failure.restore();
+    } catch (const CommError& failure) {
         constexpr const char* kNames[] = {
+            // by CommError::Kind
             "MismatchError",        "PeerDiedError",    "PeerLeftError", "CommTimeoutError",
             "CommInterruptedError", "CommTimeoutError", "CommError",     "CommError"};
-        const py::object kind = py::module_::import("dist_prims.errors").attr(kNames[static_cast<int>(found.kind)]);
-        PyErr_SetString(kind.ptr(), found.what());
+        const py::object kind = py::module_::import("dist_prims.errors").attr(kNames[static_cast<int>(failure.kind)]);
+        PyErr_SetString(kind.ptr(), failure.what());
     }
 }
 
@@ -234,8 +248,7 @@ PYBIND11_MODULE(_backend, module) {
         .def_property_readonly("spans_hosts", &PrimsBackend::spans_hosts)
         .def_property_readonly("transport", &PrimsBackend::transport)
         .def_property_readonly("options", &PrimsBackend::getBackendOptions)
-        // torch calls it on the ranks outside of a new group. ncclCommSplit needs that, a split of this backend does
-        // not.
+        // torch calls it on the ranks outside of a new group, for ncclCommSplit. A split of this backend needs no call.
         .def("perform_nocolor_split", [](PrimsBackend&, const py::object& /*device*/) {})
         .def("ended", &PrimsBackend::ended, Free())
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
@@ -260,7 +273,7 @@ PYBIND11_MODULE(_backend, module) {
             py::arg("nbytes"), py::arg("collective") = "all_reduce", py::arg("root") = -1, Free())
         .def("pin", &pin, py::arg("collective"), py::arg("text"), py::arg("make"), Free())
         .def(
-            "all_reduce_",  // the plain operations as they come: a ReduceOp would be made of each by Python
+            "all_reduce_",  // takes a RedOpType as it is: pybind11 would else make a ReduceOp of it, which takes longer
             [](PrimsBackend& self, at::Tensor tensor, c10d::ReduceOp::RedOpType op) {
                 self.all_reduce_now(std::move(tensor), op);
             },
@@ -292,7 +305,6 @@ PYBIND11_MODULE(_backend, module) {
     name_dtypes();
     bind_transport_libraries(module);
     module.attr("built_for") = BUILT_FOR_TORCH;
-    module.def("instruction_set", &instruction_set);
     module.def("run_exit_actions", &run_exit_actions, Free());
     module.def(
         "empty", [](const std::vector<int64_t>& shape, at::ScalarType dtype) { return shared_tensor(shape, dtype); },

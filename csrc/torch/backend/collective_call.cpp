@@ -24,9 +24,10 @@ std::size_t sum_of(const Counts& counts) {
 }
 
 const at::Tensor& first_defined(const Tensors& inputs, const Tensors& outputs) {
-    for (const Tensors* each : {&inputs, &outputs}) {
-        const auto found = std::find_if(each->begin(), each->end(), [](const auto& one) { return one.defined(); });
-        if (found != each->end()) return *found;
+    for (const Tensors* tensors : {&inputs, &outputs}) {
+        for (const at::Tensor& tensor : *tensors) {
+            if (tensor.defined()) return tensor;
+        }
     }
     throw std::invalid_argument("a collective needs a tensor");
 }
@@ -35,8 +36,9 @@ std::size_t CollectiveCall::bytes() const {
     return sum_of(counts) * size_of(announced.dtype);
 }
 
-// The ranks agree on the number of elements, and on the length of each block where there are several. In an exchange
-// they compare the lengths themselves, and need the longest one to know when they are done.
+// The ranks agree on the number of elements, and on the length of each block where there are several. In a
+// variable-length call they announce the longest block instead: with the slot exchange, it says how many phases the
+// call takes.
 CollectiveCall call_of_blocks(Collective collective, const at::Tensor& like, Tensors inputs, Tensors outputs,
                               Counts counts, Op op, int root) {
     CollectiveCall call{announced_call(collective, like, 0), std::move(inputs), std::move(outputs), std::move(counts)};
@@ -56,6 +58,7 @@ CollectiveCall call_of_blocks(Collective collective, const at::Tensor& like, Ten
     return call;
 }
 
+// A list of blocks of which this rank has only its own.
 Tensors CallBuilder::own_block(const at::Tensor& tensor) const {
     Tensors blocks(static_cast<std::size_t>(size));
     blocks[static_cast<std::size_t>(rank)] = tensor;
@@ -67,7 +70,8 @@ int CallBuilder::checked_root(const char* what, int64_t root) const {
     return static_cast<int>(root);
 }
 
-// The list of the root; undefined tensors on other ranks, which give none.
+// Returns the list of the root, and undefined tensors on other ranks. `verb`: what a rank does with its list, in
+// errors.
 Tensors CallBuilder::list_of_root(const char* what, const std::vector<Tensors>& lists, int root,
                                   const char* verb) const {
     if (rank == root) {
@@ -86,7 +90,7 @@ CollectiveCall CallBuilder::all_reduce(const at::Tensor& tensor, const c10d::Red
                           {count_of(tensor)}, kind);
 }
 
-// The root's tensor is changed in place if it can be: some schedules send the root data that it has.
+// The root's tensor is also its output, if it is packed: some schedules send the root data that it has.
 CollectiveCall CallBuilder::broadcast(const at::Tensor& tensor, int64_t root) const {
     const int from = checked_root("broadcast", root);
     const bool is_root = rank == from, is_written = !is_root || is_packed(tensor);
@@ -121,7 +125,7 @@ CollectiveCall CallBuilder::reduce_scatter(const Tensors& inputs, const at::Tens
     TORCH_CHECK_VALUE(own == output.numel(), "reduce_scatter: rank ", rank, " has room for ", output.numel(),
                       " elements and gives ", own, " to itself");
     Tensors addends;
-    for (const auto& each : inputs) addends.push_back(premultiplied("reduce_scatter", each, op));
+    for (const auto& input : inputs) addends.push_back(premultiplied("reduce_scatter", input, op));
     return call_of_blocks(Collective::kReduceScatter, output, std::move(addends), own_block(output),
                           element_counts(inputs), kind);
 }
@@ -140,8 +144,8 @@ CollectiveCall CallBuilder::scatter(const std::vector<Tensors>& inputs, const at
     const int from = checked_root("scatter", root);
     Tensors list = list_of_root("scatter", inputs, from, "gives");
     if (rank == from) must_be_alike("scatter", list, output);
-    for (const auto& each : list)
-        TORCH_CHECK_VALUE(!each.defined() || each.numel() == output.numel(), "scatter: a tensor of ", each.numel(),
+    for (const auto& block : list)
+        TORCH_CHECK_VALUE(!block.defined() || block.numel() == output.numel(), "scatter: a tensor of ", block.numel(),
                           " elements in the list; ", output.numel(), " are needed");
     Counts counts(list.size(), count_of(output));
     return call_of_blocks(Collective::kScatter, output, std::move(list), own_block(output), std::move(counts),

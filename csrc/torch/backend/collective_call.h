@@ -1,4 +1,10 @@
-// A collective with its data, as it runs: what the ranks must agree on, and the tensors of this rank.
+// A collective with its data: what the ranks must agree on, and the tensors of this rank.
+//
+// CallBuilder makes a CollectiveCall of the arguments of a user, Execution::prepare() chooses its schedule, and
+// Execution::run() runs it.
+//
+// A block is the part of the data that belongs to one rank. A variable-length call is a gather or an all_to_all: each
+// rank knows the lengths of its own blocks only, so the ranks have to compare them before they move the data.
 #pragma once
 
 #include <functional>
@@ -16,37 +22,36 @@ namespace dist_prims {
 struct NativeSchedule {
     std::uint64_t low = 0, high = 0;  // the sizes in bytes: low <= size < high
     std::string name;
-    int segments = 1;
+    int segments = 1;  // into which each chunk is cut
     RankProgram program{};
     bool is_slower_than_piggyback = false;
     bool is_piggyback = false;  // no program: the data travels in the messages of the agreement (net/piggyback.h)
 };
 using SchedulePtr = std::shared_ptr<const NativeSchedule>;
 
-// The tensors are listed by block of the data, undefined where this rank has none. The arguments are checked. An
-// all_to_all lists the blocks that it sends as inputs, and the blocks that it receives as outputs. Its schedule has two
-// blocks for each rank: first those that are sent, then those that are received.
+// The lists have one tensor for each block, undefined where this rank has none. An all_to_all lists the blocks that it
+// sends as inputs, and the blocks that it receives as outputs. Its schedule needs two blocks for each rank: all blocks
+// that are sent, followed by all blocks that are received.
 struct CollectiveCall {
     Call announced;  // what the ranks agree on
     Tensors inputs, outputs;
     Counts counts;  // elements of each block
-    // The schedule; null: phases of the slot exchange. Execution::prepare() sets it where no rank has named one.
+    // The schedule that the caller has named, or that Execution::prepare() has chosen. Null: the call runs in phases of
+    // the slot exchange of one host.
     SchedulePtr schedule{};
-    // Called when all ranks are about to make the call; throws where it must not be made.
+    // Called when all ranks have agreed to run a schedule; throws if the call must not run.
     std::function<void()> check{};
-    // Whether a rank knows the lengths of its own blocks only, so that the ranks have to compare them.
     bool is_variable_length = false;
-
     std::shared_ptr<IncrementalReduce> incremental{};  // the sum to complete, in place of the all_reduce itself
 
     // Set by Execution::prepare():
-    SchedulePtr uneven_schedule{};  // of an exchange: the schedule if the blocks differ in length
+    SchedulePtr uneven_schedule{};  // of a variable-length call whose blocks turn out to differ in length
     Tensors user_outputs{};  // where the outputs are copied at the end; empty if they are the tensors of the user
 
     std::size_t bytes() const;  // of all blocks
 };
 
-// Makes the calls of a rank from the arguments of a user, and checks these.
+// Makes the calls of a rank from the arguments of a user. Throws ValueError if an argument is wrong.
 struct CallBuilder {
     int rank, size;
 
@@ -55,24 +60,29 @@ struct CallBuilder {
     CollectiveCall reduce(const at::Tensor& tensor, const c10d::ReduceOp& op, int64_t root) const;
     CollectiveCall all_gather(const at::Tensor& input, const Tensors& outputs) const;
     CollectiveCall reduce_scatter(const Tensors& inputs, const at::Tensor& output, const c10d::ReduceOp& op) const;
-    // The list of the root is the only one in its argument; other ranks give an empty list or none.
+    // `outputs` of gather and `inputs` of scatter hold one list on the root, and an empty list or none on other ranks.
     CollectiveCall gather(const at::Tensor& input, const std::vector<Tensors>& outputs, int64_t root) const;
     CollectiveCall scatter(const std::vector<Tensors>& inputs, const at::Tensor& output, int64_t root) const;
     CollectiveCall all_to_all(const Tensors& inputs, const Tensors& outputs) const;
 
-    // The list of blocks in which this rank has only its own.
-    Tensors own_block(const at::Tensor& tensor) const;
-
 private:
+    Tensors own_block(const at::Tensor& tensor) const;
     int checked_root(const char* what, int64_t root) const;
     Tensors list_of_root(const char* what, const std::vector<Tensors>& lists, int root, const char* verb) const;
 };
 
-// The call of a collective without a schedule. `like` has its type.
+// Makes a call without a schedule, of arguments that are checked.
+//
+// Args:
+//     like: a tensor of the call's type.
+//     inputs, outputs: by block.
+//     counts: the elements of each block.
+//     op: the reduction; kNone for a collective that does not reduce.
+//     root: -1 for a collective without a root.
 CollectiveCall call_of_blocks(Collective collective, const at::Tensor& like, Tensors inputs, Tensors outputs,
                               Counts counts, Op op = Op::kNone, int root = -1);
 
-// The first tensor that this rank has; there is one.
+// Returns the first defined tensor of the inputs or else of the outputs. Throws if there is none.
 const at::Tensor& first_defined(const Tensors& inputs, const Tensors& outputs);
 std::size_t sum_of(const Counts& counts);
 

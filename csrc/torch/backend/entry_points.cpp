@@ -1,5 +1,6 @@
-// The entry points of PrimsBackend. c10d calls a collective through several functions: with lists of tensors, with one
-// large tensor, coalesced. Each of them turns into CollectiveCalls here, and so does a call of dist_prims (run_call).
+// The entry points of PrimsBackend, in the order of c10d::Backend. torch has several functions for one collective: with
+// lists of tensors, with one large tensor, coalesced (several calls at once). Each function here makes a CollectiveCall
+// of its arguments, or several, and submits it; so does run_call(), for dist_prims.collectives.
 #include <ATen/record_function.h>
 
 #include "../../common/process.h"
@@ -8,25 +9,26 @@
 namespace dist_prims {
 namespace {
 
-// The names of calls in errors, profiles and the flight recorder.
+// The names of calls in errors, profiles and the flight recorder, in the order of Collective. So are the lists below.
 constexpr std::array kTitles{"dist_prims:all_reduce", "dist_prims:reduce_scatter", "dist_prims:all_gather",
                              "dist_prims:broadcast",  "dist_prims:reduce",         "dist_prims:gather",
                              "dist_prims:scatter",    "dist_prims:all_to_all",     "dist_prims:barrier"};
 
-// The names of ProcessGroupNCCL's events.
+// The names of the same calls in events of the profiler, as ProcessGroupNCCL has them.
 const char* profiled_name(Collective collective) {
     constexpr std::array kNames{"allreduce", "reduce_scatter", "all_gather", "broadcast", "reduce",
                                 "gather",    "scatter",        "all_to_all", "barrier"};
     return kNames[static_cast<std::size_t>(collective)];
 }
 
-// The calls of a coalesced collective: one for each input, which has one output.
+// The calls of a coalesced collective: one for each input, made by make_call(index of the input). `outputs` is the
+// number of outputs, which must be the same.
 template <typename MakeCall>
 std::vector<CollectiveCall> calls_of(const char* what, const Tensors& inputs, std::size_t outputs,
                                      const MakeCall& make_call) {
     TORCH_CHECK_VALUE(outputs == inputs.size(), what, ": ", inputs.size(), " inputs and ", outputs, " outputs");
     std::vector<CollectiveCall> calls;
-    for (std::size_t each = 0; each < inputs.size(); ++each) calls.push_back(make_call(each));
+    for (std::size_t index = 0; index < inputs.size(); ++index) calls.push_back(make_call(index));
     return calls;
 }
 
@@ -45,8 +47,8 @@ CallOptions PrimsBackend::call_options(Collective collective, bool async) const 
     constexpr std::array kTypes{OpType::ALLREDUCE, OpType::REDUCE_SCATTER, OpType::ALLGATHER,
                                 OpType::BROADCAST, OpType::REDUCE,         OpType::GATHER,
                                 OpType::SCATTER,   OpType::ALLTOALL,       OpType::BARRIER};
-    const auto place = static_cast<std::size_t>(collective);
-    return {kTypes[place], kTitles[place], options_->timeout, async};
+    const auto index = static_cast<std::size_t>(collective);
+    return {kTypes[index], kTitles[index], options_->timeout, async};
 }
 
 template <typename Opts>
@@ -101,7 +103,6 @@ ProfilerRecord PrimsBackend::message_profiler_record(const char* name, const Ten
     });
 }
 
-// Makes calls, after the checks that all have in common.
 WorkPtr PrimsBackend::submit(std::vector<CollectiveCall> calls, const CallOptions& options, Tensors outputs) {
     check_owner();
     TORCH_CHECK_VALUE(!calls.empty(), options.title, ": there is no tensor");
@@ -175,10 +176,10 @@ WorkPtr PrimsBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors
     if (auto* backend = other_backend(inputs)) return backend->allgather_coalesced(outputs, inputs, opts);
     const auto record = profiler_record("allgather_coalesced", opts.asyncOp, inputs, outputs);
     std::vector<CollectiveCall> calls;
-    for (std::size_t each = 0; each < inputs.size(); ++each) {
-        Tensors places;
-        for (const auto& of_rank : outputs) places.push_back(of_rank.at(each));
-        calls.push_back(builder().all_gather(inputs[each], places));
+    for (std::size_t index = 0; index < inputs.size(); ++index) {
+        Tensors outputs_of_input;  // from each rank
+        for (const auto& outputs_of_rank : outputs) outputs_of_input.push_back(outputs_of_rank.at(index));
+        calls.push_back(builder().all_gather(inputs[index], outputs_of_input));
     }
     return submit(std::move(calls), call_options(Collective::kAllGather, opts, c10d::OpType::ALLGATHER_COALESCED),
                   inputs);
@@ -188,8 +189,8 @@ WorkPtr PrimsBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors&
                                                       const c10d::AllgatherOptions& opts) {
     if (auto* backend = other_backend(inputs)) return backend->allgather_into_tensor_coalesced(outputs, inputs, opts);
     const auto record = profiler_record("allgather_into_tensor_coalesced", opts.asyncOp, inputs, outputs);
-    auto calls = calls_of("all_gather", inputs, outputs.size(), [&](std::size_t each) {
-        return builder().all_gather(inputs[each], split_into_blocks("all_gather", outputs[each], size_));
+    auto calls = calls_of("all_gather", inputs, outputs.size(), [&](std::size_t index) {
+        return builder().all_gather(inputs[index], split_into_blocks("all_gather", outputs[index], size_));
     });
     return submit(std::move(calls), call_options(Collective::kAllGather, opts, c10d::OpType::COALESCED), outputs);
 }
@@ -201,7 +202,7 @@ WorkPtr PrimsBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs, con
                   call_options(Collective::kGather, opts), rank_ == opts.rootRank ? outputs.at(0) : Tensors{});
 }
 
-// Only the root's call uses the tensor.
+// Only the root uses `output`.
 WorkPtr PrimsBackend::gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) {
     Tensors inputs{input};
     std::vector<Tensors> outputs;
@@ -237,9 +238,9 @@ WorkPtr PrimsBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors&
                                                       const c10d::ReduceScatterOptions& opts) {
     if (auto* backend = other_backend(inputs)) return backend->reduce_scatter_tensor_coalesced(outputs, inputs, opts);
     const auto record = profiler_record("reduce_scatter_tensor_coalesced", opts.asyncOp, inputs, outputs);
-    auto calls = calls_of("reduce_scatter", inputs, outputs.size(), [&](std::size_t each) {
-        return builder().reduce_scatter(split_into_blocks("reduce_scatter", packed(inputs[each]), size_), outputs[each],
-                                        opts.reduceOp);
+    auto calls = calls_of("reduce_scatter", inputs, outputs.size(), [&](std::size_t index) {
+        return builder().reduce_scatter(split_into_blocks("reduce_scatter", packed(inputs[index]), size_),
+                                        outputs[index], opts.reduceOp);
     });
     return submit(std::move(calls), call_options(Collective::kReduceScatter, opts, c10d::OpType::COALESCED), outputs);
 }
@@ -263,9 +264,10 @@ WorkPtr PrimsBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::Al
 }
 
 WorkPtr PrimsBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+    check_owner();
     auto* const backend = other_backend(tensors);
     const auto record = profiler_record("allreduce_sparse", opts.asyncOp, tensors, tensors);
-    return (backend ? backend : gloo())->allreduce(tensors, opts);
+    return (backend ? backend : gloo_->get(rank_))->allreduce(tensors, opts);
 }
 
 WorkPtr PrimsBackend::barrier(const c10d::BarrierOptions& opts) {
@@ -314,8 +316,8 @@ WorkPtr PrimsBackend::all_reduce_incremental(const at::Tensor& tensor,
                                              std::uint64_t number, bool async) {
     const auto record = profiler_record("allreduce", async, tensor, tensor);
     CollectiveCall call = builder().all_reduce(tensor, c10d::ReduceOp::SUM);
-    if (execution_->schedule_for(Collective::kAllReduce, tensor.nbytes(), -1)) {  // pinned after the sum had begun
-        incremental->settle();
+    if (execution_->schedule_for(Collective::kAllReduce, tensor.nbytes(), -1)) {
+        incremental->settle();  // a schedule was pinned after the sum had begun: copy what is deferred, and run it
     } else {
         call.incremental = incremental;
         call.announced.set_algorithm("incremental reduce " + std::to_string(number) + ", round " +

@@ -9,8 +9,9 @@ namespace dist_prims {
 
 namespace {
 
-// Inputs become packed. Outputs that are not packed get staging buffers; and so do all outputs if one of them shares
-// memory with an input or with another output, because the call would write what it has still to read.
+// Packs the inputs of a call, and gives staging buffers to the outputs that are not packed. If an output shares memory
+// with an input or with another output, all outputs get staging buffers: the call would else write what it has still to
+// read.
 void stage_outputs(CollectiveCall& call) {
     for (at::Tensor& input : call.inputs) {
         if (input.defined() && !is_packed(input)) input = packed(input);
@@ -34,7 +35,7 @@ void deliver(const CollectiveCall& call) {
     }
 }
 
-// Gives an all_to_all the blocks of its schedule.
+// Gives an all_to_all the two blocks for each rank that its schedule needs; see CollectiveCall.
 void separate_blocks(CollectiveCall& call) {
     const Counts received = element_counts(call.outputs);
     call.outputs.insert(call.outputs.begin(), call.inputs.size(), at::Tensor());
@@ -49,6 +50,8 @@ bool is_even(const Counts& counts) {
 }  // namespace
 
 void Execution::prepare(CollectiveCall& call) {
+    // 1. Choose the schedule. On one host without pins, phases compare the lengths of a variable-length call
+    // themselves.
     const Collective collective = call.announced.collective;
     call.is_variable_length = call.is_variable_length && (call.schedule || spans_hosts() || has_pins(collective));
     if (call.is_variable_length) {
@@ -63,9 +66,11 @@ void Execution::prepare(CollectiveCall& call) {
         call.inputs = call.outputs = {at::zeros({1}, at::kByte)};  // a message without data would not be sent
         call.counts = {1};
     }
+    // 2. Make the tensors ready.
     stage_outputs(call);
 }
 
+// Chooses a schedule for blocks of one length, and another for blocks of different lengths.
 void Execution::prepare_variable_length(CollectiveCall& call) {
     const Call& announced = call.announced;
     const auto size = static_cast<std::size_t>(size_);
@@ -100,16 +105,17 @@ void Execution::run(const CollectiveCall& call, Milliseconds timeout) {
     deliver(call);
 }
 
-// A rank cannot know whether the blocks of others have one length, and so whether there is a schedule for the call.
-// Each rank therefore adds three terms to the agreement:
+// A rank does not know whether all blocks of the other ranks have one length, as the schedule requires. Each rank
+// therefore adds three terms to the agreement:
 //
-//     the difference of its lengths     the sum is 0 if what each rank sends is what its peer expects
+//     mismatch_term() of its lengths    the sum is 0 if what each rank sends is what its peer expects
 //     1 if its blocks differ in length  the sum is 0 if the blocks of no rank differ
 //     a checksum of its schedule        the sum is size times this checksum if all ranks have the same
 //
 // If all pairs match and no rank has blocks of different lengths, all blocks have one length.
 void Execution::run_variable_length(const CollectiveCall& call, Milliseconds timeout) {
-    // 1. Add the terms of all ranks. Small data of a schedule may travel with them.
+    // 1. Agree on the call, and add the terms of all ranks. Small data travels with the agreement, and then all is
+    // done.
     const BlockLengths lengths = block_lengths(call);
     const std::uint64_t schedule_checksum = Checksum().add(call.schedule ? call.schedule->name : "").value();
     const Terms terms{mismatch_term(lengths), is_even(call.counts) ? 0u : 1u, schedule_checksum};
@@ -120,7 +126,7 @@ void Execution::run_variable_length(const CollectiveCall& call, Milliseconds tim
                                            timeout, terms, matching_terms)
                           : agree(call.announced, timeout, terms);
     if (is_piggyback && sum == matching_terms) return;
-    // 2. Lengths that do not match, or schedules that differ, raise on every rank.
+    // 2. If lengths do not match, or schedules differ, throw Mismatch on every rank.
     const auto [difference, uneven_ranks, checksum_sum] = sum;
     if (difference != 0) compare_lengths(call, lengths, timeout);
     const bool all_even = difference == 0 && uneven_ranks == 0;
@@ -129,7 +135,7 @@ void Execution::run_variable_length(const CollectiveCall& call, Milliseconds tim
         named.set_algorithm(call.schedule ? call.schedule->name : "");
         agree(named, timeout);
     }
-    // 3. Run the schedule for blocks of one length, or for others, or the kernels of shared memory.
+    // 3. Run the schedule for blocks of one length, or for different lengths, or phases of the slot exchange.
     const SchedulePtr& schedule = all_even ? call.schedule : call.uneven_schedule;
     if (!schedule) return run_by_slots(call, timeout);
     if (call.check) call.check();
@@ -138,22 +144,23 @@ void Execution::run_variable_length(const CollectiveCall& call, Milliseconds tim
 
 BlockLengths Execution::block_lengths(const CollectiveCall& call) const {
     const auto size = static_cast<std::size_t>(size_);
-    BlockLengths found{Counts(size), Counts(size)};
+    BlockLengths lengths{Counts(size), Counts(size)};
     const std::size_t element = size_of(call.announced.dtype);
+    const bool is_all_to_all = call.announced.collective == Collective::kAllToAll;  // otherwise it is a gather
     for (std::size_t peer = 0; peer < size; ++peer) {
-        const std::size_t last = call.outputs.size() - size + peer;
-        const bool is_all_to_all = call.announced.collective == Collective::kAllToAll;
-        if (is_all_to_all) found.outgoing[peer] = call.counts[peer] * element;
-        if (is_all_to_all || rank_ == call.announced.root) found.incoming[peer] = call.counts[last] * element;
+        const std::size_t received = call.outputs.size() - size + peer;  // the block from the peer
+        if (is_all_to_all) lengths.outgoing[peer] = call.counts[peer] * element;
+        if (is_all_to_all || rank_ == call.announced.root) lengths.incoming[peer] = call.counts[received] * element;
     }
-    if (call.announced.collective == Collective::kGather)
-        found.outgoing[static_cast<std::size_t>(call.announced.root)] =
+    if (!is_all_to_all)
+        lengths.outgoing[static_cast<std::size_t>(call.announced.root)] =
             call.inputs[static_cast<std::size_t>(rank_)].nbytes();
-    return found;
+    return lengths;
 }
 
-// A checksum of what this rank sends to each, minus one of what it expects from each. Summed over all ranks, modulo
-// 2^64, it is 0 if all lengths agree: the sender's term of each block then cancels that of its receiver.
+// Adds a checksum of (sender, receiver, length) for each block that this rank sends, and subtracts one for each block
+// that it expects. Each block is added by its sender and subtracted by its receiver: the sum over all ranks, modulo
+// 2^64, is 0 if all lengths match, and otherwise not 0 but by a collision of checksums.
 std::uint64_t Execution::mismatch_term(const BlockLengths& lengths) const {
     const auto mine = static_cast<std::uint64_t>(rank_);
     std::uint64_t difference = 0;
@@ -177,6 +184,7 @@ StartedMessage Execution::start_message(const UserMessage& message) {
     const auto request = message.outgoing
                              ? p2p.send(message.peer, message.tag, data, bytes, message.timeout, message.done)
                              : p2p.receive(message.peer, message.tag, data, bytes, message.timeout, message.done);
+    // After `limit` it finds the culprit, ends the group and throws.
     const auto wait = [host_segment = host_segment_, request](Milliseconds limit) {
         PointToPoint& p2p = host_segment->p2p;
         Membership& membership = host_segment->membership;
@@ -190,7 +198,7 @@ StartedMessage Execution::start_message(const UserMessage& message) {
             membership.throw_timeout(std::to_string(limit.count()) + " ms in the wait for " + p2p.text(*request),
                                      waiting.diagnosis.verdict());
         } catch (const CommError&) {
-            p2p.wait(request, Milliseconds::max());  // it ends at its next check for failures
+            p2p.wait(request, Milliseconds::max());  // the request ends at its next check for failures
             throw;
         }
     };
@@ -201,11 +209,11 @@ StartedMessage Execution::start_message(const UserMessage& message) {
 }
 
 void Execution::pin(Collective collective, const std::string& text, MakePins make) {
-    const auto place = static_cast<std::size_t>(collective);
-    auto made = make ? std::make_shared<Pins>(Pins{text, std::move(make), {}}) : nullptr;
+    const auto index = static_cast<std::size_t>(collective);
+    auto pins = make ? std::make_shared<Pins>(Pins{text, std::move(make), {}}) : nullptr;
     const std::lock_guard lock(pins_guard_);
-    has_pins_[place] = made != nullptr;
-    std::swap(pins_[place], made);
+    has_pins_[index] = pins != nullptr;
+    std::swap(pins_[index], pins);  // the earlier pins are destroyed without the lock
 }
 
 std::shared_ptr<Execution::Pins> Execution::pins_of(Collective collective) {
@@ -214,7 +222,7 @@ std::shared_ptr<Execution::Pins> Execution::pins_of(Collective collective) {
     return pins_[static_cast<std::size_t>(collective)];
 }
 
-// Python makes the schedules, without the lock: a signal handler may run there and need a schedule.
+// Python makes the schedules. It is called without the lock: a signal handler may run there and need a schedule.
 SchedulePtr Execution::pinned_schedule(Collective collective, std::uint64_t bytes, int root) {
     const auto pins = pins_of(collective);
     if (!pins) return nullptr;
@@ -223,11 +231,11 @@ SchedulePtr Execution::pinned_schedule(Collective collective, std::uint64_t byte
         if (const auto known = pins->by_root.find(root); known != pins->by_root.end())
             return schedule_for_size(known->second, bytes);
     }
-    std::vector<SchedulePtr> made;
-    for (NativeSchedule& each : pins->make(root))
-        made.push_back(std::make_shared<const NativeSchedule>(std::move(each)));
+    std::vector<SchedulePtr> schedules;
+    for (NativeSchedule& schedule : pins->make(root))
+        schedules.push_back(std::make_shared<const NativeSchedule>(std::move(schedule)));
     const std::lock_guard lock(pins_guard_);
-    return schedule_for_size(pins->by_root.try_emplace(root, std::move(made)).first->second, bytes);
+    return schedule_for_size(pins->by_root.try_emplace(root, std::move(schedules)).first->second, bytes);
 }
 
 SchedulePtr Execution::schedule_for_size(const std::vector<SchedulePtr>& schedules, std::uint64_t bytes) {

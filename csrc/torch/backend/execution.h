@@ -1,4 +1,4 @@
-// How a group runs its collectives: on one host (single_host_execution.cpp) or on several (multi_host_execution.cpp).
+// How a group runs its calls: on one host (SingleHostExecution) or on several (MultiHostExecution).
 //
 // A CollectiveCall is prepared on the thread that calls, and then runs in the queue: by its schedule, if one is named,
 // pinned for the size or, between hosts, chosen by price; otherwise in phases of the slot exchange of one
@@ -36,23 +36,23 @@ using ChooseSchedule =
 // Returns the pinned schedules of a collective for a root, which is -1 where there is none.
 using MakePins = std::function<std::vector<NativeSchedule>(int root)>;
 
-// A message of a user that is to be sent or received.
+// A message that a user sends, or a receive.
 struct UserMessage {
     bool outgoing;
     int peer;  // of a receive also PointToPoint::kAnyone
     PointToPoint::Tag tag;
     UserMessages::Memory memory;
     Milliseconds timeout;
-    PointToPoint::Done done;
+    PointToPoint::Done done;  // called once when the message is done, with its error or null
 };
 
-// A message that has begun.
+// A message that a transport or shared memory moves now.
 struct StartedMessage {
     PrimsWork::Waiter wait;
-    std::function<int()> source;  // returns the sender of a message that has come
+    std::function<int()> source;  // returns the rank from which a message has come
 };
 
-// The bytes that this rank sends to each rank in an exchange, and expects from each.
+// By rank: the bytes that this rank sends to each rank in a variable-length call, and expects from each.
 struct BlockLengths {
     Counts outgoing, incoming;
 };
@@ -64,7 +64,7 @@ public:
     virtual ~Execution() = default;
     Execution(const Execution&) = delete;
 
-    // Returns when all ranks are about to make this call; throws Mismatch on all of them if one is not. The result is
+    // Returns when all ranks are about to make this call; throws Mismatch on every rank if two calls differ. Returns
     // the sum of the terms of all ranks.
     virtual Terms agree(const Call& call, Milliseconds timeout, const Terms& terms) = 0;
     void agree(const Call& call, Milliseconds timeout) { agree(call, timeout, {}); }
@@ -74,33 +74,35 @@ public:
         return {};
     }
 
-    // Chooses the schedule of a call, and gives it staging buffers where outputs need them. May call Python.
+    // Chooses the schedule of a call, and gives it staging buffers where outputs need them. Runs on the thread of the
+    // caller, and may call Python.
     virtual void prepare(CollectiveCall& call);
-    // Agrees on a prepared call with all ranks, and makes it.
+    // Agrees on a prepared call with all ranks, and runs it. The calling thread has the queue.
     void run(const CollectiveCall& call, Milliseconds timeout);
-    // Returns when all ranks are in the barrier, or names the ranks that are not: the first one, or all of them. Does
-    // not run in the queue, because it must find a rank that is blocked in a collective.
+    // Returns when all ranks are in the barrier. After `limit` rank 0 throws an error that names the first rank that is
+    // not, or with `wait_all_ranks` all of them. Runs outside of the queue: it must find a rank that is blocked in a
+    // collective.
     virtual void monitored_barrier(Milliseconds limit, bool wait_all_ranks) = 0;
 
-    // Pins schedules for a collective, in place of those that were pinned for it; null: pins none. `text`
-    // describes them, and `make` is called when a root is first used.
+    // Pins schedules for a collective, in place of its earlier pins. `make` returns them, and is called when a root is
+    // first used; null: the collective has no pins any more. `text` describes them.
     void pin(Collective collective, const std::string& text, MakePins make);
-    // The schedule for data of `bytes`; null if the execution needs none.
+    // The schedule for data of `bytes`; null: phases of the slot exchange.
     virtual SchedulePtr schedule_for(Collective collective, std::uint64_t bytes, int root) = 0;
     bool has_pins(Collective collective) const { return has_pins_[static_cast<std::size_t>(collective)]; }
-    // Whether such a tensor is reduced in place, as a shared tensor.
+    // Whether an all_reduce of the tensor works on its own memory, which the other ranks of the host can map.
     virtual bool reduces_in_place(const at::Tensor&) { return false; }
 
     virtual bool spans_hosts() const { return false; }
     // Throws if messages of users may not have this tag.
     virtual void check_tag(int) const {}
-    // Sends or receives through shared memory; the peer is a rank of this host.
+    // Starts a message through shared memory; the peer must be a rank of this host.
     virtual StartedMessage start_message(const UserMessage& message);
     // The group has ended: ends all messages between hosts.
     virtual void close_messages(const std::exception_ptr&) {}
     // Wakes the waits for ranks of other hosts.
     virtual void wake() {}
-    // Sends the notice that the group has ended, if there is one, to the other hosts. They see it no other way.
+    // If a notice says that the group has ended, sends it to the other hosts: they do not see the memory of this host.
     virtual void forward_notice() {}
     // Sends the other hosts the notice that this rank leaves.
     virtual void forward_leave() {}
@@ -113,15 +115,17 @@ protected:
     virtual Router& router() = 0;
     // Runs a call without a schedule.
     virtual void run_by_slots(const CollectiveCall& call, Milliseconds timeout) = 0;
-    // See MultiHostGroup::agree_and_move(). Only called for a schedule that is_piggyback.
+    // Runs a call whose schedule is_piggyback: agrees, and moves the data if the sum of the terms is `wanted`. See
+    // MultiHostGroup::agree_and_move().
     virtual Terms agree_and_move(const Call&, const ProgramBuffer&, Milliseconds, const Terms& /*terms*/,
                                  const Terms& /*wanted*/) {
         throw std::logic_error("data that travels with an agreement, in a group on one host");
     }
-    // The schedule of an exchange whose blocks differ in length; null: phases of the slot exchange.
+    // The schedule of a variable-length call whose blocks differ in length; null: phases of the slot exchange.
     virtual SchedulePtr schedule_for_uneven(const CollectiveCall&) { return nullptr; }
-    // Throws Mismatch on all ranks of an exchange in which the lengths of two differ.
+    // Throws Mismatch on every rank if a rank sends another length than its peer expects.
     virtual void compare_lengths(const CollectiveCall& call, const BlockLengths& lengths, Milliseconds timeout) = 0;
+    // The pinned schedule of a collective for data of `bytes`; null if there is none.
     SchedulePtr pinned_schedule(Collective collective, std::uint64_t bytes, int root);
     static SchedulePtr schedule_for_size(const std::vector<SchedulePtr>& schedules, std::uint64_t bytes);
     BlockLengths block_lengths(const CollectiveCall& call) const;
@@ -130,11 +134,11 @@ protected:
     const int rank_, size_;
 
 private:
-    // What is pinned for one collective.
+    // The pins of one collective; see pin().
     struct Pins {
         std::string text;
         MakePins make;
-        std::map<int, std::vector<SchedulePtr>> by_root;
+        std::map<int, std::vector<SchedulePtr>> by_root;  // what `make` has returned; under pins_guard_
     };
     static constexpr std::size_t kCollectives = 9;
 
@@ -145,7 +149,7 @@ private:
     std::uint64_t mismatch_term(const BlockLengths& lengths) const;
 
     std::mutex pins_guard_;
-    std::array<std::shared_ptr<Pins>, kCollectives> pins_;
+    std::array<std::shared_ptr<Pins>, kCollectives> pins_;  // by Collective
     std::array<std::atomic<bool>, kCollectives> has_pins_{};
 };
 
@@ -155,7 +159,8 @@ std::shared_ptr<Execution> make_multi_host_execution(std::shared_ptr<HostSegment
                                                      Hosts hosts, std::unique_ptr<Transport> transport,
                                                      ChooseSchedule choose);
 
-// Blocks of given lengths in elements, of which this rank has some inputs and outputs: packed, otherwise undefined.
+// The blocks of a schedule in memory, each of counts[block] elements. A tensor that this rank has is packed, one that
+// it does not have is undefined.
 ProgramBuffer program_buffer(const Tensors& inputs, const Tensors& outputs, const Counts& counts);
 
 }  // namespace dist_prims

@@ -16,14 +16,14 @@ std::vector<std::string> rank_descriptions(const std::vector<std::string>& hosts
     return descriptions;
 }
 
-// The transport of the collectives.
+// The transport between hosts. Takes the endpoints out of the setup.
 std::unique_ptr<Transport> make_transport(int rank, const Setup& setup) {
     if (setup.mpi) return std::move(setup.mpi->transport);
     if (!setup.ucx) return std::make_unique<TcpTransport>(std::move(*setup.tcp), rank);
     return setup.ucx->own->connect({std::move(setup.ucx->addresses), std::move(*setup.tcp), rank});
 }
 
-// Of the word by which the ranks of this host find each other.
+// The key in the store under which the first rank of this host publishes a word that leads the others to its memory.
 std::string rendezvous_key(const Hosts& hosts) {
     return "shared memory/" + std::to_string(hosts.ranks[hosts.mine].front());
 }
@@ -32,13 +32,13 @@ std::string rendezvous_key(const Hosts& hosts) {
 
 Hosts hosts_of(const std::vector<std::string>& names, int rank) {
     Hosts hosts;
-    std::map<std::string, std::size_t> known;
-    for (std::size_t each = 0; each < names.size(); ++each) {
-        const auto [found, is_new] = known.try_emplace(names[each], hosts.ranks.size());
+    std::map<std::string, std::size_t> host_numbers;  // in the order of their first ranks
+    for (std::size_t other = 0; other < names.size(); ++other) {
+        const auto [entry, is_new] = host_numbers.try_emplace(names[other], hosts.ranks.size());
         if (is_new) hosts.ranks.emplace_back();
-        hosts.ranks[found->second].push_back(static_cast<int>(each));
+        hosts.ranks[entry->second].push_back(static_cast<int>(other));
     }
-    hosts.mine = known.at(names[static_cast<std::size_t>(rank)]);
+    hosts.mine = host_numbers.at(names[static_cast<std::size_t>(rank)]);
     return hosts;
 }
 
@@ -46,12 +46,14 @@ std::shared_ptr<HostSegment> make_host_segment(const c10::intrusive_ptr<c10d::St
                                                const Setup& setup, const Hosts& hosts,
                                                const CreationFailure& creation_failure,
                                                const std::function<int()>& ended) {
+    // 1. Which ranks are on this host, and how large their slots are.
     const std::vector<int>& here = hosts.ranks[hosts.mine];
     const std::vector<int> local_rank_of = hosts.local_ranks();
     const int local_rank = local_rank_of[static_cast<std::size_t>(rank)], local_size = static_cast<int>(here.size());
     const RankNames names = hosts.ranks.size() == 1 ? RankNames{} : RankNames{here, rank_descriptions(setup.hosts)};
     std::size_t slot = std::max(setup.slot_bytes, HostSegment::min_slot_bytes(local_size));
     if (hosts.ranks.size() > 1) slot = std::max(slot, MultiHostGroup::kMinSlotBytes);
+    // 2. The first of them makes the memory, and the others map it.
     const std::string key = rendezvous_key(hosts);
     const auto ended_local_rank = [&] {
         const int ended_rank = ended();
@@ -66,6 +68,7 @@ std::shared_ptr<HostSegment> make_host_segment(const c10::intrusive_ptr<c10d::St
                                       : join_rendezvous(options, read);
     auto host_segment = std::make_shared<HostSegment>(std::make_shared<Mapping>(rendezvous.memory), local_rank,
                                                       local_size, slot, names);
+    // 3. From here on, each wait in the group looks for deaths and for failures of other ranks.
     host_segment->one_shot = setup.one_shot_bytes;
     host_segment->membership.watch(std::move(rendezvous.exits));
     host_segment->membership.on_wait([creation_failure] { creation_failure.check(); }, true);

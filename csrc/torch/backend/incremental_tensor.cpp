@@ -3,10 +3,11 @@
 namespace dist_prims {
 namespace {
 
-bool have_same_layout(const at::Tensor& one, const at::Tensor& other) {
-    return other.is_cpu() && other.layout() == at::kStrided && one.scalar_type() == other.scalar_type() &&
-           one.sizes() == other.sizes() && one.strides() == other.strides() && one.is_non_overlapping_and_dense() &&
-           !other.is_neg();
+// Whether the bytes of both hold the same elements in the same order, without gaps.
+bool have_same_layout(const at::Tensor& view, const at::Tensor& part) {
+    return part.is_cpu() && part.layout() == at::kStrided && view.scalar_type() == part.scalar_type() &&
+           view.sizes() == part.sizes() && view.strides() == part.strides() && view.is_non_overlapping_and_dense() &&
+           !part.is_neg();
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// A backend that is made when it is first needed.
+// A backend that is made when it is first needed: the group of gloo for sparse tensors.
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,8 @@ public:
 
     explicit LazyBackend(std::function<BackendPtr()> make) : make_(std::move(make)) {}
 
-    // Throws where a signal handler that has interrupted the making of the backend needs it.
+    // Makes the backend, or returns the one that has been made. Throws in a signal handler that has interrupted the
+    // making on this thread. `rank` is for the error.
     c10d::Backend* get(int rank) {
         const auto here = std::this_thread::get_id();
         TORCH_CHECK(making_thread_ != here, "rank ", rank,
@@ -31,14 +32,15 @@ public:
         if (failed) std::rethrow_exception(failed);
         return backend_.get();
     }
-    // The backend if it has been made; otherwise null.
+    // Returns null if the backend has not been made.
     const BackendPtr& get_if_made() const { return backend_; }
+    // Never destroys the backend: for a forked child, which must not end its parent's group.
     void leak() { static_cast<void>(backend_.release()); }
 
 private:
     const std::function<BackendPtr()> make_;
     std::mutex guard_;
-    std::atomic<std::thread::id> making_thread_{};
+    std::atomic<std::thread::id> making_thread_{};  // the thread in make_()
     BackendPtr backend_;
 };
 

@@ -1,5 +1,6 @@
-// Collectives of a group that spans hosts: by a schedule, or in the messages of the agreement where these take less
-// time.
+// The calls of a group that spans hosts. A collective runs by a schedule or, if that takes less time, as a piggyback:
+// its data travels in the messages of the agreement (net/piggyback.h). A message goes through shared memory if its peer
+// is on this host, and otherwise through the transport.
 #include <algorithm>
 #include <map>
 #include <optional>
@@ -41,8 +42,8 @@ public:
     SchedulePtr schedule_for(Collective collective, std::uint64_t bytes, int root) override {
         if (const SchedulePtr pin = pinned_schedule(collective, bytes, root)) return pin;
         if (group_.is_small(collective, bytes)) return piggyback_;
-        const SchedulePtr found = chosen(collective, bytes, root, true);
-        return found->is_slower_than_piggyback && group_.can_carry(collective, bytes) ? piggyback_ : found;
+        const SchedulePtr schedule = chosen(collective, bytes, root, true);
+        return schedule->is_slower_than_piggyback && group_.can_carry(collective, bytes) ? piggyback_ : schedule;
     }
 
     bool spans_hosts() const override { return true; }
@@ -53,9 +54,9 @@ public:
                           "; the group reserves the larger tags");
     }
     StartedMessage start_message(const UserMessage& message) override {
-        const bool is_from_any = message.peer == PointToPoint::kAnyone;
-        // A transport whose receives have no claim carries messages between ranks of one host as well.
-        const bool is_remote = is_from_any || !group_.remote.has_claims();
+        // 1. A peer on this host: shared memory. A transport without claims carries all messages, and a receive from
+        // any rank is posted in both places; see UserMessages.
+        const bool is_remote = message.peer == PointToPoint::kAnyone || !group_.remote.has_claims();
         const int local_rank = is_remote ? -1 : local_ranks_[static_cast<std::size_t>(message.peer)];
         if (local_rank >= 0) {
             UserMessage local = message;
@@ -63,6 +64,7 @@ public:
             local.timeout += RemotePeers::kLocalMargin;
             return Execution::start_message(local);
         }
+        // 2. Any other peer.
         const int tag = static_cast<int>(message.tag);
         const auto request = message.outgoing
                                  ? messages_->send(message.peer, tag, message.memory, message.timeout, message.done)
@@ -95,36 +97,38 @@ private:
                          const Terms& wanted) override {
         return group_.agree_and_move(call, buffer, timeout, terms, wanted);
     }
-    // The schedule that Python chooses for a size. Python is called without the lock: a signal handler may run there
-    // and need a schedule.
+    // The schedule that Python chooses for a size, or has chosen before. Python is called without the lock: a signal
+    // handler may run there, need a schedule, and be the first to keep it.
     SchedulePtr chosen(Collective collective, std::uint64_t bytes, int root, bool is_even) {
         const Key key{collective, root, is_even};
         if (const SchedulePtr known = known_schedule(key, bytes)) return known;
-        const auto made = std::make_shared<const NativeSchedule>(choose_(name_of(collective), bytes, root, is_even));
+        const auto choice = std::make_shared<const NativeSchedule>(choose_(name_of(collective), bytes, root, is_even));
         if (const SchedulePtr known = known_schedule(key, bytes)) return known;
         const std::lock_guard lock(chosen_guard_);
-        return chosen_[key].emplace_back(made);
+        return chosen_[key].emplace_back(choice);
     }
     SchedulePtr known_schedule(const Key& key, std::uint64_t bytes) {
         const std::lock_guard lock(chosen_guard_);
         return schedule_for_size(chosen_[key], bytes);
     }
-    // Each rank sends every block to its receiver, in an order of its own choice: the messages are the same.
+    // Each rank chooses by its own lengths, so the ranks may choose different schedules. That does not matter: in each
+    // of them a rank sends every block directly to its receiver, and only the order differs.
     SchedulePtr schedule_for_uneven(const CollectiveCall& call) override {
         const BlockLengths lengths = block_lengths(call);
         return chosen(call.announced.collective, std::max(sum_of(lengths.outgoing), sum_of(lengths.incoming)),
                       call.announced.root, false);
     }
-    // Only a barrier has no schedule. The agreement is one.
+    // Between hosts, only a barrier has no schedule. The agreement of all ranks is a barrier.
     void run_by_slots(const CollectiveCall& call, Milliseconds timeout) override { agree(call.announced, timeout, {}); }
-    // All ranks learn how much each sends to each and expects from each, and throw Mismatch where the two differ.
+    // Gathers the lengths of all ranks on every rank. Row r of `tensor`: what rank r sends to each rank, followed by
+    // what it expects from each rank.
     void compare_lengths(const CollectiveCall& call, const BlockLengths& exchanged, Milliseconds timeout) override {
         const auto size = static_cast<std::size_t>(size_), row = 2 * size;
         const at::Tensor tensor = at::zeros({static_cast<int64_t>(size * row)}, at::kLong);
         auto* const lists = reinterpret_cast<std::uint64_t*>(tensor.data_ptr<int64_t>());
-        std::uint64_t* const mine = lists + static_cast<std::size_t>(rank_) * row;
+        std::uint64_t* const own_row = lists + static_cast<std::size_t>(rank_) * row;
         std::copy(exchanged.incoming.begin(), exchanged.incoming.end(),
-                  std::copy(exchanged.outgoing.begin(), exchanged.outgoing.end(), mine));
+                  std::copy(exchanged.outgoing.begin(), exchanged.outgoing.end(), own_row));
         const SchedulePtr schedule = chosen(Collective::kAllGather, tensor.nbytes(), -1, true);
         const Tensors rows = tensor.split(static_cast<int64_t>(row));
         execute(schedule->program, group_.router, DType::kUInt64, Op::kNone,

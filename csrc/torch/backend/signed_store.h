@@ -1,8 +1,9 @@
-// A store whose values carry a code, so that a rank notices a value that was not written by a rank of its group.
+// A store whose values are signed, so that a rank notices a value that was not written by a rank of its group.
 //
-// A TCPStore lets every process that can connect to it write. Each value is therefore stored with an HMAC over key and
-// value, and a value without the right code is an error for the rank that reads it. The key of the codes belongs to one
-// attempt to make one group (dist_prims/rendezvous/handshake.py), so a value of another group or attempt does not pass.
+// A TCPStore lets every process that can connect to it write. Each value is therefore stored with a code behind it, an
+// HMAC over its name and the value. A value without the right code is an error for the rank that reads it. The key of
+// the HMAC belongs to one attempt to make one group (dist_prims/rendezvous/handshake.py), so a value of another group
+// or attempt is an error as well.
 //
 // Not protected: counters (`add`), since their value is made by the server; which keys exist; an earlier value of the
 // same key. A value can be read by every process that can read the store.
@@ -18,6 +19,7 @@ public:
     using Bytes = std::vector<std::uint8_t>;
     using Keys = std::vector<std::string>;
 
+    // `key` is the key of the HMAC; the names of values are called names here, and keys in c10d::Store.
     SignedStore(c10::intrusive_ptr<c10d::Store> store, std::string key)
         : store_(std::move(store)), key_(std::move(key)) {}
 
@@ -44,7 +46,8 @@ public:
 
 private:
     Bytes sign(const std::string& name, const Bytes& value) const;
-    Bytes verify(const std::string& name, const Bytes& found) const;
+    // Returns the value without its code; throws DistStoreError if the code is wrong.
+    Bytes verify(const std::string& name, const Bytes& signed_value) const;
 
     const c10::intrusive_ptr<c10d::Store> store_;
     const std::string key_;

@@ -1,5 +1,5 @@
-// Collectives of a group whose ranks are all on one host: phases of the slot exchange, or the schedule that is
-// pinned for the size.
+// The calls of a group whose ranks are all on one host. A collective runs in phases of the slot exchange
+// (shm/collectives.h), or by the schedule that is pinned for its size.
 #include <cstring>
 #include <thread>
 #include <tuple>
@@ -35,7 +35,7 @@ public:
         if (is_in_place)
             call.announced.tensor_ref = host_segment_->tensor_ref_of(bytes_of(call.inputs[0]), call.bytes());
     }
-    // Rank 0 receives a message from every rank, or names the ranks that sent none; then it releases them.
+    // Rank 0 receives a message from every rank, and then releases all ranks by a message; or it names the late ranks.
     void monitored_barrier(Milliseconds limit, bool wait_all_ranks) override {
         constexpr PointToPoint::Tag kTag = PointToPoint::kBarrierTag;
         constexpr Milliseconds kRequestMargin = std::chrono::hours(1);  // the barrier times out before its requests
@@ -51,11 +51,12 @@ public:
             else if (request->error)
                 std::rethrow_exception(request->error);
         };
-        const auto send_to = [&](int to) {  // at once, unless the ring is full of unexpected messages
+        const auto send_to = [&](int to) {  // waits only while the ring buffer is full of unexpected messages
             const auto request = p2p.send(to, kTag, nothing, 0, limit + kRequestMargin, nullptr);
             if (p2p.wait(request, limit) && request->error) std::rethrow_exception(request->error);
         };
-        // 1. Every rank sends to rank 0, which receives from each, or until the first that is late.
+        // 1. Every rank sends to rank 0, which receives from each rank, or until the first late rank. The other ranks
+        // wait for their release.
         if (rank_ != 0) send_to(0);
         for (int peer = rank_ == 0 ? 1 : 0; peer < (rank_ == 0 ? size_ : 1); ++peer) {
             if (late.empty() || wait_all_ranks) receive_from(peer);
@@ -103,7 +104,7 @@ private:
             case Collective::kScatter:
                 return scatter(slots, root, rank_ == root ? blocks_of(call.inputs) : Blocks{}, output(own),
                                call.outputs[own].nbytes());
-            case Collective::kAllToAll: {  // with the blocks of a schedule or without
+            case Collective::kAllToAll: {  // the lists may have the blocks of a schedule; see CollectiveCall
                 const Tensors sent(call.inputs.begin(), call.inputs.begin() + size_);
                 const Tensors received(call.outputs.end() - size_, call.outputs.end());
                 return all_to_all(slots, blocks_of(sent), byte_counts(sent), places_of(received),
@@ -118,9 +119,9 @@ private:
         return host_segment_->slots;
     }
     void compare_lengths(const CollectiveCall& call, const BlockLengths&, Milliseconds timeout) override {
-        run_by_slots(call, timeout);  // compares them first
+        run_by_slots(call, timeout);  // its first phase compares them
     }
-    // Names the ranks that have not come to the barrier, and the ranks that block them.
+    // Throws an error that names the ranks that have not come to the barrier, and the ranks that block them.
     [[noreturn]] void give_up_monitored_barrier(const std::vector<int>& late, Milliseconds limit) {
         Membership& membership = host_segment_->membership;
         WaitGraph::Waits waits;

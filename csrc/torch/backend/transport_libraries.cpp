@@ -7,7 +7,7 @@
 
 #include "../../mpi/library.h"
 #include "../../ucx/library.h"
-#include "../common/work.h"
+#include "../common/python_signals.h"
 #include "group_setup.h"
 
 namespace dist_prims {

@@ -32,7 +32,7 @@ const char* text_of(RegistrationProblem problem) {
     return "";
 }
 
-// What each rank tells the others of its tensor.
+// What each rank sends to the others about its tensor, or only a problem.
 struct Registration {
     RegistrationProblem problem = RegistrationProblem::kNone;
     SharedTensorRef tensor_ref;
@@ -41,19 +41,19 @@ struct Registration {
 };
 
 Registration describe_tensor(const at::Tensor& tensor) {
-    Registration made;
+    Registration registration;
     if (!tensor.is_cpu() || tensor.layout() != at::kStrided) return {.problem = RegistrationProblem::kNotShared};
     if (!tensor.is_contiguous()) return {.problem = RegistrationProblem::kNotContiguous};
     if (tensor.sizes().size() > kMostDimensions) return {.problem = RegistrationProblem::kTooManyDimensions};
-    made.tensor_ref = Exporter::instance().ref_of(bytes_of(tensor), tensor.nbytes());
-    if (!made.tensor_ref.is_shared()) return {.problem = RegistrationProblem::kNotShared};
-    made.dtype = static_cast<std::int64_t>(tensor.scalar_type());
-    made.dimensions = tensor.dim();
-    std::copy(tensor.sizes().begin(), tensor.sizes().end(), made.shape.begin());
-    return made;
+    registration.tensor_ref = Exporter::instance().ref_of(bytes_of(tensor), tensor.nbytes());
+    if (!registration.tensor_ref.is_shared()) return {.problem = RegistrationProblem::kNotShared};
+    registration.dtype = static_cast<std::int64_t>(tensor.scalar_type());
+    registration.dimensions = tensor.dim();
+    std::copy(tensor.sizes().begin(), tensor.sizes().end(), registration.shape.begin());
+    return registration;
 }
 
-// The registrations of all ranks. Throws on every rank if one has a problem.
+// Returns the registrations of all ranks, by an all_gather. Throws on every rank if one has a problem.
 std::vector<Registration> gather_registrations(PrimsBackend& backend, const Registration& mine) {
     std::vector<Registration> all(static_cast<std::size_t>(backend.getSize()));
     const auto bytes = [](const Registration* first, std::size_t count) {
@@ -76,18 +76,21 @@ void PrimsWindow::tensor_register(const at::Tensor& tensor, bool owning) {
     TORCH_CHECK_VALUE(tensors_.empty(), "window: rank ", backend_->getRank(),
                       " has registered a tensor already; call tensor_deregister first");
     backend_->check_alive("tensor_register", group_);
+    // 1. Exchange the registrations, and map the tensors of all ranks.
     const auto registrations = gather_registrations(*backend_, describe_tensor(tensor));
     std::vector<RemoteTensor> tensors;
     for (std::size_t rank = 0; rank < registrations.size(); ++rank) {
-        const Registration& from = registrations[rank];
-        auto mapping = importer_.map(backend_->process_of(static_cast<int>(rank)), from.tensor_ref);
-        std::byte* const data = mapping ? mapping->data() + from.tensor_ref.offset : nullptr;
+        const Registration& peer = registrations[rank];
+        auto mapping = importer_.map(backend_->process_of(static_cast<int>(rank)), peer.tensor_ref);
+        std::byte* const data = mapping ? mapping->data() + peer.tensor_ref.offset : nullptr;
         tensors.push_back({std::move(mapping),
                            data,
-                           {from.shape.begin(), from.shape.begin() + from.dimensions},
-                           static_cast<at::ScalarType>(from.dtype)});
+                           {peer.shape.begin(), peer.shape.begin() + peer.dimensions},
+                           static_cast<at::ScalarType>(peer.dtype)});
     }
-    const bool mapped = std::ranges::all_of(tensors, [](const RemoteTensor& each) { return each.mapping != nullptr; });
+    // 2. Throw on every rank if a rank could not map a tensor.
+    const bool mapped =
+        std::ranges::all_of(tensors, [](const RemoteTensor& tensor) { return tensor.mapping != nullptr; });
     gather_registrations(*backend_, {.problem = mapped ? RegistrationProblem::kNone : RegistrationProblem::kNotMapped});
     tensors_ = std::move(tensors);
     if (owning) owned_tensor_ = tensor;
@@ -96,7 +99,7 @@ void PrimsWindow::tensor_register(const at::Tensor& tensor, bool owning) {
 void PrimsWindow::tensor_deregister() {
     TORCH_CHECK_VALUE(!tensors_.empty(), "window: rank ", backend_->getRank(), " has registered no tensor");
     backend_->check_alive("tensor_deregister", group_);
-    gather_registrations(*backend_, {});  // no rank uses the tensors any more
+    gather_registrations(*backend_, {});  // a barrier: no rank uses the tensors any more
     tensors_.clear();
     owned_tensor_.reset();
 }
@@ -168,9 +171,9 @@ c10::intrusive_ptr<c10d::Window> PrimsBackend::new_window(const std::optional<at
     TORCH_CHECK_NOT_IMPLEMENTED(supportsWindow(), "rank ", rank_,
                                 ": a window needs memory that all ranks can map, and this group spans hosts; split it "
                                 "into groups of one host first");
-    auto made = c10::make_intrusive<PrimsWindow>(c10::intrusive_ptr<PrimsBackend>::reclaim_copy(this), windows_++);
-    if (tensor) made->tensor_register(*tensor, true);
-    return made;
+    auto window = c10::make_intrusive<PrimsWindow>(c10::intrusive_ptr<PrimsBackend>::reclaim_copy(this), windows_++);
+    if (tensor) window->tensor_register(*tensor, true);
+    return window;
 }
 
 WorkPtr PrimsBackend::signal(c10d::OpType type, const char* title, int peer, std::uint64_t window,

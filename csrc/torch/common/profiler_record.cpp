@@ -14,7 +14,8 @@ int64_t elements_of(const Tensors& tensors) {
     return sum;
 }
 
-// The global ranks of a group as a range, as the event gives them. Stride -1: no range, and no list in it.
+// The global ranks of a group as the event describes them: the first one, and the difference of each two that follow
+// each other. Stride -1: the differences are not the same.
 struct RankRange {
     int start = 0, stride = 1;
 
@@ -22,13 +23,13 @@ struct RankRange {
         if (ranks.empty()) return;
         start = static_cast<int>(ranks[0]);
         if (ranks.size() > 1) stride = static_cast<int>(ranks[1]) - start;
-        for (std::size_t each = 1; each < ranks.size(); ++each) {
-            if (static_cast<int>(ranks[each]) - static_cast<int>(ranks[each - 1]) != stride) stride = -1;
+        for (std::size_t rank = 1; rank < ranks.size(); ++rank) {
+            if (static_cast<int>(ranks[rank]) - static_cast<int>(ranks[rank - 1]) != stride) stride = -1;
         }
     }
 };
 
-// torch 2.11 and 2.12 have fewer fields.
+// Makes torch's ParamCommsDebugInfo. torch 2.11 and 2.12 lack the field is_async and the sequence number.
 template <typename Info, typename... Fields>
 std::shared_ptr<Info> info_of(bool is_async, int64_t sequence, bool is_message, Fields&&... fields) {
     std::shared_ptr<Info> info;
@@ -46,17 +47,17 @@ std::shared_ptr<Info> info_of(bool is_async, int64_t sequence, bool is_message, 
 struct ProfilerRecord::Event {
     c10::DebugInfoGuard guard;
     std::vector<c10::IValue> inputs;
-    at::RecordFunction function;  // ends first, and reads the two others
+    at::RecordFunction function;  // the last member: its destructor ends the event, and reads the other members
 
-    Event(std::shared_ptr<c10::DebugInfoBase> info, std::vector<c10::IValue> given, at::StepCallbacks callbacks)
+    Event(std::shared_ptr<c10::DebugInfoBase> info, std::vector<c10::IValue> inputs, at::StepCallbacks callbacks)
         : guard(c10::DebugInfoKind::PARAM_COMMS_INFO, std::move(info)),
-          inputs(std::move(given)),
+          inputs(std::move(inputs)),
           function(std::move(callbacks)) {}
 };
 
 void ProfilerRecord::start(at::StepCallbacks callbacks, ProfiledCall call) {
-    // 1. Which calls have a record: those whose data this backend moves itself.
-    if (call.group.empty()) return;  // messages of another backend's group
+    // 1. Record only the calls whose data this backend moves itself.
+    if (call.group.empty()) return;  // nameless: it carries the messages of another backend's group
     const bool has_input = !call.inputs.empty(), has_output = !call.outputs.empty();
     const at::Tensor like = has_input ? call.inputs[0] : has_output ? call.outputs[0] : at::Tensor();
     if (like.defined() && !like.is_cpu()) return;  // NCCL makes the event
@@ -72,7 +73,7 @@ void ProfilerRecord::start(at::StepCallbacks callbacks, ProfiledCall call) {
     const auto info = info_of<torch::ParamCommsDebugInfo>(call.is_async, sequence, call.is_message, group, rank,
                                                           std::string(call.name), in, out, dtype, call.input_splits,
                                                           call.output_splits, range.start, range.stride, call.size);
-    // 3. The record begins; it ends with this object.
+    // 3. Begin the event; it ends with this object.
     event_ =
         std::make_unique<Event>(info,
                                 std::vector<c10::IValue>{call.inputs, std::make_tuple(sequence, call.is_message), group,
@@ -92,11 +93,11 @@ void append_defined(Tensors& tensors, const at::Tensor& argument) {
 }
 
 void append_defined(Tensors& tensors, const Tensors& argument) {
-    for (const auto& each : argument) append_defined(tensors, each);
+    for (const auto& tensor : argument) append_defined(tensors, tensor);
 }
 
 void append_defined(Tensors& tensors, const std::vector<Tensors>& argument) {
-    for (const auto& each : argument) append_defined(tensors, each);
+    for (const auto& list : argument) append_defined(tensors, list);
 }
 
 }  // namespace dist_prims

@@ -14,22 +14,22 @@ namespace dist_prims {
 
 // The fields of the event.
 struct ProfiledCall {
-    const char* name;  // as ProcessGroupNCCL has it, which the tools know
+    const char* name;  // as ProcessGroupNCCL names the call: the tools know these names
     bool is_async, is_message;
-    std::uint64_t sequence;
-    int64_t peer;  // the root of a collective, the other rank of a message; -1: none
+    std::uint64_t sequence;  // the number of the call in its group
+    int64_t peer;            // the root of a collective, the other rank of a message; -1: none
     Tensors inputs, outputs;
     std::vector<int64_t> input_splits, output_splits;
     std::string group, group_description;
     int rank, size;
-    std::vector<uint64_t> global_ranks;  // empty: as in the default group
+    std::vector<uint64_t> global_ranks;  // by rank of the group; empty in the default group
 };
 
-// Records a call from its construction to its destruction. Without a profiler, it costs a look at a thread-local
-// variable.
+// The event of one call, which begins and ends with this object. Without a profiler in this thread, it only reads a
+// thread-local variable.
 class ProfilerRecord {
 public:
-    // `describe` returns the ProfiledCall; it is called only where a profiler or an observer runs in this thread.
+    // `describe` returns the ProfiledCall; it is called only while a profiler or an observer runs in this thread.
     template <typename Describe>
     explicit ProfilerRecord(const Describe& describe) {
         auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
@@ -46,10 +46,10 @@ private:
     }
     void start(at::StepCallbacks callbacks, ProfiledCall call);
 
-    std::shared_ptr<Event> event_;  // null: no profiler runs
+    std::shared_ptr<Event> event_;  // null: nothing is recorded
 };
 
-// The tensors of an argument, without undefined ones.
+// Appends the defined tensors of an argument.
 void append_defined(Tensors& tensors, const at::Tensor& argument);
 void append_defined(Tensors& tensors, const Tensors& argument);
 void append_defined(Tensors& tensors, const std::vector<Tensors>& argument);

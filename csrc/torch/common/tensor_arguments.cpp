@@ -26,12 +26,13 @@ using PreMulSumSupplement = c10d::NCCLPreMulSumSupplement;
 using c10d::PreMulSumSupplement;
 #endif
 
-// The factor of PREMUL_SUM as a number: on the CPU there is no reason to ask for one type of it.
+// The factor of PREMUL_SUM: a number, or a tensor of any real type, unlike for NCCL.
 at::Scalar factor_of(const char* what, const c10d::ReduceOp& op) {
-    const auto* given = dynamic_cast<const PreMulSumSupplement*>(op.supplement_.get());
-    TORCH_CHECK_VALUE(given, what, ": PREMUL_SUM has no factor; use torch.distributed._make_nccl_premul_sum(factor)");
-    const at::Tensor& tensor = given->tensor_factor;
-    if (!tensor.defined()) return given->double_factor;
+    const auto* supplement = dynamic_cast<const PreMulSumSupplement*>(op.supplement_.get());
+    TORCH_CHECK_VALUE(supplement, what,
+                      ": PREMUL_SUM has no factor; use torch.distributed._make_nccl_premul_sum(factor)");
+    const at::Tensor& tensor = supplement->tensor_factor;
+    if (!tensor.defined()) return supplement->double_factor;
     TORCH_CHECK_VALUE(tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.numel() == 1, what,
                       ": the factor of PREMUL_SUM is a tensor of ", tensor.numel(), " elements on ", tensor.device(),
                       "; give a number, or a dense tensor of one element on the CPU");
@@ -45,16 +46,19 @@ std::string text_of(const at::Scalar& factor) {
     return factor.type() == at::kUInt64 ? c10::str(factor.toUInt64()) : c10::str(factor.toLong());
 }
 
-// The bits of a factor for tensors of a type of whole numbers; none if the type does not hold it.
+// The bits of a factor as a number of an integer type; nullopt if the type cannot hold the factor.
 std::optional<std::uint64_t> factor_bits(const at::Scalar& factor, at::ScalarType type) {
+    // 1. The range of the type: -2^bits to 2^bits - 1, or 0 to 2^bits - 1.
     const bool is_signed = c10::isSignedType(type);
     const int bits = 8 * static_cast<int>(c10::elementSize(type)) - is_signed;
     const std::uint64_t largest = ~std::uint64_t{0} >> (64 - bits);
+    // 2. A floating factor must be a whole number in the range.
     if (factor.isFloatingPoint()) {
         const double value = factor.toDouble(), end = std::ldexp(1, bits);
         if (value != std::trunc(value) || value >= end || value < (is_signed ? -end : 0)) return std::nullopt;
         return value < 0 ? static_cast<std::uint64_t>(static_cast<int64_t>(value)) : static_cast<std::uint64_t>(value);
     }
+    // 3. An integer factor: ~value is -factor - 1 if the factor is negative.
     const bool is_negative = factor.type() != at::kUInt64 && factor.toLong() < 0;
     const std::uint64_t value = is_negative ? static_cast<std::uint64_t>(factor.toLong()) : factor.toUInt64();
     if (is_negative ? !is_signed || ~value > largest : value > largest) return std::nullopt;
@@ -63,10 +67,37 @@ std::optional<std::uint64_t> factor_bits(const at::Scalar& factor, at::ScalarTyp
 
 constexpr auto kScalarTypes = static_cast<std::size_t>(at::ScalarType::NumOptions);
 
+// The DType of a type of torch that has no kernel: the numbers from kWithoutKernel on.
 constexpr DType without_kernel(std::size_t scalar_type) {
     constexpr auto kFirst = static_cast<std::size_t>(DType::kWithoutKernel);
     static_assert(kFirst + kScalarTypes <= 256, "a DType has 8 bits");
     return static_cast<DType>(kFirst + scalar_type);
+}
+
+// kNone if this library does not know the reduction.
+Op op_of(const c10d::ReduceOp& op) {
+    switch (op.op_) {
+        case c10d::ReduceOp::SUM:
+            return Op::kSum;
+        case c10d::ReduceOp::AVG:
+            return Op::kAvg;
+        case c10d::ReduceOp::PREMUL_SUM:
+            return Op::kPremulSum;
+        case c10d::ReduceOp::PRODUCT:
+            return Op::kProduct;
+        case c10d::ReduceOp::MIN:
+            return Op::kMin;
+        case c10d::ReduceOp::MAX:
+            return Op::kMax;
+        case c10d::ReduceOp::BAND:
+            return Op::kBitAnd;
+        case c10d::ReduceOp::BOR:
+            return Op::kBitOr;
+        case c10d::ReduceOp::BXOR:
+            return Op::kBitXor;
+        default:
+            return Op::kNone;
+    }
 }
 
 }  // namespace
@@ -76,7 +107,8 @@ void name_dtypes() {
         const auto type = static_cast<at::ScalarType>(number);
         if (type == at::ScalarType::Undefined) continue;
         std::string name = c10::toString(type);
-        std::transform(name.begin(), name.end(), name.begin(), [](unsigned char each) { return std::tolower(each); });
+        std::transform(name.begin(), name.end(), name.begin(),
+                       [](unsigned char letter) { return std::tolower(letter); });
         name_dtype(without_kernel(number), name, c10::elementSize(type));
     }
 }
@@ -106,31 +138,6 @@ DType type_of(const at::Tensor& tensor) {
     return kTypes[static_cast<std::size_t>(tensor.scalar_type())];
 }
 
-Op op_of(const c10d::ReduceOp& op) {
-    switch (op.op_) {
-        case c10d::ReduceOp::SUM:
-            return Op::kSum;
-        case c10d::ReduceOp::AVG:
-            return Op::kAvg;
-        case c10d::ReduceOp::PREMUL_SUM:
-            return Op::kPremulSum;
-        case c10d::ReduceOp::PRODUCT:
-            return Op::kProduct;
-        case c10d::ReduceOp::MIN:
-            return Op::kMin;
-        case c10d::ReduceOp::MAX:
-            return Op::kMax;
-        case c10d::ReduceOp::BAND:
-            return Op::kBitAnd;
-        case c10d::ReduceOp::BOR:
-            return Op::kBitOr;
-        case c10d::ReduceOp::BXOR:
-            return Op::kBitXor;
-        default:
-            return Op::kNone;
-    }
-}
-
 bool is_packed(const at::Tensor& tensor) {
     return !tensor.is_conj() && !tensor.is_neg() && tensor.is_contiguous();
 }
@@ -140,7 +147,7 @@ at::Tensor packed(const at::Tensor& tensor) {
 }
 
 bool outputs_overlap(const Tensors& inputs, const Tensors& outputs) {
-    // 1. The ranges in memory, without an input that is its own output.
+    // 1. The ranges of memory, without the input of a block whose output has the same memory.
     struct Range {
         const std::byte *begin = nullptr, *end = nullptr;
         bool is_output = false;
@@ -157,8 +164,9 @@ bool outputs_overlap(const Tensors& inputs, const Tensors& outputs) {
         if (!is_in_place && input.begin != input.end) ranges.push_back(input);
         if (output.begin != output.end) ranges.push_back(output);
     }
-    // 2. Sorted by their begin, two overlap if one begins before the end of an earlier one. Two inputs may.
-    const auto is_earlier = [](const Range& one, const Range& other) { return one.begin < other.begin; };
+    // 2. In the order of their beginnings, a range overlaps an earlier one if it begins before the end of that range.
+    // Two inputs may overlap.
+    const auto is_earlier = [](const Range& first, const Range& second) { return first.begin < second.begin; };
     if (!std::is_sorted(ranges.begin(), ranges.end(), is_earlier)) std::sort(ranges.begin(), ranges.end(), is_earlier);
     const std::byte *end = nullptr, *end_of_outputs = nullptr;  // of the ranges so far
     for (const Range& range : ranges) {
@@ -176,27 +184,27 @@ std::uint64_t checksum_of(const Counts& lengths) {
 }
 
 Counts byte_counts(const Tensors& tensors) {
-    Counts found;
-    for (const auto& tensor : tensors) found.push_back(static_cast<std::size_t>(tensor.nbytes()));
-    return found;
+    Counts counts;
+    for (const auto& tensor : tensors) counts.push_back(static_cast<std::size_t>(tensor.nbytes()));
+    return counts;
 }
 
 Counts element_counts(const Tensors& tensors) {
-    Counts found;
-    for (const auto& tensor : tensors) found.push_back(static_cast<std::size_t>(tensor.numel()));
-    return found;
+    Counts counts;
+    for (const auto& tensor : tensors) counts.push_back(static_cast<std::size_t>(tensor.numel()));
+    return counts;
 }
 
 Blocks blocks_of(const Tensors& tensors) {
-    Blocks found;
-    for (const auto& tensor : tensors) found.push_back(address_of(tensor));
-    return found;
+    Blocks addresses;
+    for (const auto& tensor : tensors) addresses.push_back(address_of(tensor));
+    return addresses;
 }
 
 Places places_of(const Tensors& tensors) {
-    Places found;
-    for (const auto& tensor : tensors) found.push_back(address_of(tensor));
-    return found;
+    Places addresses;
+    for (const auto& tensor : tensors) addresses.push_back(address_of(tensor));
+    return addresses;
 }
 
 Call announced_call(Collective collective, const at::Tensor& like, std::size_t count) {
@@ -210,31 +218,31 @@ Call announced_call(Collective collective, const at::Tensor& like, std::size_t c
 at::Tensor premultiplied(const char* what, const at::Tensor& tensor, const c10d::ReduceOp& op) {
     if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return tensor;
     const at::Scalar factor = factor_of(what, op);
-    const at::Tensor given = packed(tensor);
-    const at::Tensor product = at::empty(given.sizes(), given.options());
-    const auto count = static_cast<std::size_t>(given.numel());
-    if (at::isIntegralType(given.scalar_type(), false)) {
-        const auto bits = factor_bits(factor, given.scalar_type());
-        TORCH_CHECK_VALUE(bits, what, ": PREMUL_SUM cannot multiply ", name_of(type_of(given)), " by ", text_of(factor),
+    const at::Tensor input = packed(tensor);
+    const at::Tensor product = at::empty(input.sizes(), input.options());
+    const auto count = static_cast<std::size_t>(input.numel());
+    if (at::isIntegralType(input.scalar_type(), false)) {
+        const auto bits = factor_bits(factor, input.scalar_type());
+        TORCH_CHECK_VALUE(bits, what, ": PREMUL_SUM cannot multiply ", name_of(type_of(input)), " by ", text_of(factor),
                           ", which that type does not hold; convert the tensor to a floating type first");
-        multiply(type_of(given), bytes_of(product), bytes_of(given), *bits, count);
+        multiply(type_of(input), bytes_of(product), bytes_of(input), *bits, count);
     } else {
-        scale(type_of(given), bytes_of(product), bytes_of(given), factor.toDouble(), count);
+        scale(type_of(input), bytes_of(product), bytes_of(input), factor.toDouble(), count);
     }
     return product;
 }
 
 Tensors split_into_blocks(const char* what, const at::Tensor& tensor, int size, const std::vector<int64_t>& splits) {
-    const auto wanted = static_cast<std::size_t>(size);
+    const auto blocks = static_cast<std::size_t>(size);
     const int64_t rows = tensor.dim() ? tensor.size(0) : 1;
     if (splits.empty()) {
         TORCH_CHECK_VALUE(tensor.numel() % size == 0, what, ": ", tensor.numel(),
                           " elements cannot be shared evenly by ", size, " ranks");
-        const bool has_even_rows = !tensor.is_contiguous() && rows % size == 0;
-        return has_even_rows ? tensor.split_with_sizes(std::vector<int64_t>(wanted, rows / size))
-                             : tensor.view(-1).split_with_sizes(std::vector<int64_t>(wanted, tensor.numel() / size));
+        const bool splits_rows = !tensor.is_contiguous() && rows % size == 0;  // view(-1) may not exist
+        return splits_rows ? tensor.split_with_sizes(std::vector<int64_t>(blocks, rows / size))
+                           : tensor.view(-1).split_with_sizes(std::vector<int64_t>(blocks, tensor.numel() / size));
     }
-    TORCH_CHECK_VALUE(splits.size() == wanted && std::accumulate(splits.begin(), splits.end(), int64_t{0}) == rows,
+    TORCH_CHECK_VALUE(splits.size() == blocks && std::accumulate(splits.begin(), splits.end(), int64_t{0}) == rows,
                       what, ": ", splits.size(), " split sizes must be ", size, " and add up to ", rows);
     return tensor.split_with_sizes(splits);
 }
@@ -270,8 +278,8 @@ void must_be_distinct(const char* what, const at::Tensor& tensor) {
                       "can be received into it; receive into a clone() of it");
 }
 
-void must_be_one_per_rank(const char* what, std::size_t found, int wanted) {
-    TORCH_CHECK_VALUE(found == static_cast<std::size_t>(wanted), what, ": ", found, " tensors for a group of ", wanted,
+void must_be_one_per_rank(const char* what, std::size_t tensors, int size) {
+    TORCH_CHECK_VALUE(tensors == static_cast<std::size_t>(size), what, ": ", tensors, " tensors for a group of ", size,
                       " ranks");
 }
 

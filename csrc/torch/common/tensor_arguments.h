@@ -14,17 +14,14 @@ namespace dist_prims {
 
 using Tensors = std::vector<at::Tensor>;
 
-// Names the types of torch that have no kernel, in errors.
+// Gives the types of torch for which csrc/common has no kernel their names, for errors. Called once in a process.
 void name_dtypes();
-
-// The DType of a tensor. Each type of torch has its own, also a type that can only be moved.
+// The DType of a tensor. Each type of torch has its own DType, also a type that can be moved but not reduced.
 DType type_of(const at::Tensor& tensor);
 
-Op op_of(const c10d::ReduceOp& op);
-
-// Whether a tensor is contiguous, and its memory holds its values as they are.
+// A packed tensor is contiguous, and its memory holds its values as they are: no conjugate or negative view.
 bool is_packed(const at::Tensor& tensor);
-// A packed tensor: the tensor itself or a copy.
+// Returns the tensor itself if it is packed, and otherwise a packed copy.
 at::Tensor packed(const at::Tensor& tensor);
 
 inline std::byte* bytes_of(const at::Tensor& tensor) {
@@ -34,13 +31,14 @@ inline std::byte* address_of(const at::Tensor& tensor) {
     return tensor.defined() ? bytes_of(tensor) : nullptr;
 }
 
-Counts byte_counts(const Tensors& tensors);  // in bytes
+Counts byte_counts(const Tensors& tensors);
 Counts element_counts(const Tensors& tensors);
-// The address of each tensor, null for one that is undefined.
+// The address of each tensor, null for an undefined tensor: to read from, and to write to.
 Blocks blocks_of(const Tensors& tensors);
 Places places_of(const Tensors& tensors);
 
-// An output: contiguous memory to write to, and deliver(), which copies it to the tensor if it is not the tensor's own.
+// An output of a user: `flat` is packed memory to write to, the tensor's own or a copy. deliver() copies it to the
+// tensor if it is a copy.
 struct Output {
     at::Tensor tensor, flat;
 
@@ -51,32 +49,35 @@ struct Output {
     }
 };
 
-// Whether an output shares memory with another output, or with an input other than the input of its own block in the
-// very same place. The lists are by block; a list may be empty, and tensors may be undefined. Tensors that are not
-// packed are left out: they are copied anyway.
+// Whether an output shares memory with another output or with an input. The input of the output's own block may have
+// the same memory, from its first to its last byte. The lists are by block; a list may be empty, and tensors may be
+// undefined. Tensors that are not packed do not count: the call uses copies of them.
 bool outputs_overlap(const Tensors& inputs, const Tensors& outputs);
 
+// What the ranks agree on for a collective of `count` elements of the type of `like`.
 Call announced_call(Collective collective, const at::Tensor& like, std::size_t count);
 
-// The addend of PREMUL_SUM: the tensor times this rank's factor, in the tensor's type. Other reductions add the tensor
-// itself.
+// `what` is the operation in errors, here and below. What this rank adds to the sum of PREMUL_SUM: the tensor times the
+// factor of this rank, in the tensor's type. Returns the tensor itself for any other reduction.
 at::Tensor premultiplied(const char* what, const at::Tensor& tensor, const c10d::ReduceOp& op);
 
-// The blocks of a tensor: of equal sizes, or of the numbers of rows in `splits`.
+// Returns the blocks of a tensor for `size` ranks, as views: of equal lengths, or with splits[rank] rows each.
 Tensors split_into_blocks(const char* what, const at::Tensor& tensor, int size,
                           const std::vector<int64_t>& splits = {});
 
-// The rest are checks, which throw ValueError; `what` is the operation. The reduction, if it is one for the tensor:
+// These are checks, which throw ValueError. Returns the reduction if it can reduce the tensor.
 Op checked_op(const char* what, const c10d::ReduceOp& op, const at::Tensor& tensor);
-// The only tensor, which must be on the CPU:
+// Returns the only tensor of the list, which must be on the CPU.
 const at::Tensor& only_tensor(const char* what, const Tensors& tensors);
 void must_be_on_cpu(const char* what, const at::Tensor& tensor);
+// The tensors must have the type and the device of `like`.
 void must_be_alike(const char* what, const Tensors& tensors, const at::Tensor& like);
 // Throws if several elements lie in one place, as in an expanded tensor.
 void must_be_distinct(const char* what, const at::Tensor& tensor);
-void must_be_one_per_rank(const char* what, std::size_t found, int wanted);
+void must_be_one_per_rank(const char* what, std::size_t tensors, int size);
 
-// Allocates memory that peers can map. A tensor that a forked child has inherited releases nothing there.
+// Allocates memory that the other ranks of the host can map: for dist_prims.empty, and for torch's memory pools. In a
+// forked child, the end of a tensor that the parent has allocated releases nothing.
 struct SharedTensorAllocator : c10::Allocator {
     c10::DataPtr allocate(std::size_t bytes) override;
     void copy_data(void* to, const void* from, std::size_t bytes) const override;
@@ -84,7 +85,7 @@ struct SharedTensorAllocator : c10::Allocator {
 std::shared_ptr<c10::Allocator> shared_tensor_allocator();
 at::Tensor shared_tensor(at::IntArrayRef shape, at::ScalarType dtype);
 
-// A checksum of a list of lengths, by which ranks compare theirs.
+// A checksum of a list of lengths. Ranks whose checksums are equal have the same list.
 std::uint64_t checksum_of(const Counts& lengths);
 
 }  // namespace dist_prims

@@ -1,9 +1,5 @@
 #include "work.h"
 
-#include <pybind11/pybind11.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include "../../common/thread.h"
 #include "../../common/trace.h"
 
@@ -26,7 +22,7 @@ PrimsWork::PrimsWork(int rank, c10d::OpType type, const char* title, std::vector
                      std::uint64_t sequence)
     : Work(rank, type, title, outputs), outputs_(std::move(outputs)), sequence_(sequence) {}
 
-std::function<std::function<void()>(std::exception_ptr)> PrimsWork::completion() {
+PrimsWork::Completion PrimsWork::completion() {
     return [self = c10::intrusive_ptr<PrimsWork>::reclaim_copy(this)](std::exception_ptr error) {
         return self->complete(error);
     };
@@ -38,9 +34,10 @@ void PrimsWork::set_waiter(Waiter waiter) {
 }
 
 std::function<void()> PrimsWork::complete(std::exception_ptr error) {
-    finish(error);
-    Waiter waiter;  // it may hold what holds us
-    c10::intrusive_ptr<c10::ivalue::Future> future;
+    finish(error);  // of c10d::Work: exception() returns the error from now on
+    Waiter waiter;  // destroyed without the lock: it may hold this object
+    c10::intrusive_ptr<c10::ivalue::Future>
+        future;  // of a user that has asked for it; null: getFuture() will settle it
     {
         const std::lock_guard lock(guard_);
         waiter.swap(waiter_);
@@ -95,12 +92,6 @@ c10::intrusive_ptr<c10::ivalue::Future> DoneWork::getFuture() {
     auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
     future->markCompleted(c10::IValue(outputs_));
     return future;
-}
-
-void run_python_signal_handlers() {
-    if (::syscall(SYS_gettid) != ::getpid()) return;  // Python gives signals to its main thread only
-    pybind11::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
 }
 
 }  // namespace dist_prims

@@ -1,4 +1,4 @@
-// The Work that a call returns.
+// The Work that a call returns to torch: PrimsWork while the call may still run, DoneWork for a call that is done.
 #pragma once
 
 #include <ATen/core/grad_mode.h>
@@ -13,17 +13,25 @@
 
 namespace dist_prims {
 
+// A collective in the queue, or a message. The thread that completes it calls the function that completion() has
+// returned; any thread may wait.
 class PrimsWork : public c10d::Work {
 public:
-    // Returns when the work is done, with or without an error; after the limit it ends the group and throws.
+    // Waits for the work; wait() calls it. It returns when the work is done, with or without an error. After `limit`
+    // it ends the group, and throws.
     using Waiter = std::function<void(std::chrono::milliseconds limit)>;
+    // Completes the work, with its error or null. Returns a callback, possibly empty, that completes the future of the
+    // work. The callback runs code of the user, so it must be called without a lock.
+    using Completion = std::function<std::function<void()>(std::exception_ptr)>;
 
+    // `title` names the call in profiles. `sequence` is the number of the call in its group.
     PrimsWork(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> outputs, std::uint64_t sequence);
 
-    // The function to call when the work is done, with its result; it returns a callback.
-    std::function<std::function<void()>(std::exception_ptr)> completion();
-
+    // The function to call once when the work is done. It keeps this object.
+    Completion completion();
+    // Without a waiter, wait() does not wait: the work must be done before it is returned to the user.
     void set_waiter(Waiter waiter);
+    // `source` returns the rank from which a message has come.
     void set_source(std::function<int()> source) { source_ = std::move(source); }
 
     bool wait(std::chrono::milliseconds timeout) override;
@@ -39,10 +47,10 @@ private:
 
     const std::vector<at::Tensor> outputs_;
     const std::uint64_t sequence_;
-    std::function<int()> source_;  // returns the sender of a message
-    std::mutex guard_;             // of all below
-    Waiter waiter_;
-    c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when it is first asked for
+    std::function<int()> source_;
+    std::mutex guard_;                                // of all below
+    Waiter waiter_;                                   // empty after the completion
+    c10::intrusive_ptr<c10::ivalue::Future> future_;  // made by the first getFuture(); null before
     bool done_ = false;
     std::exception_ptr error_;
 };
@@ -67,10 +75,11 @@ private:
     const std::uint64_t sequence_;
 };
 
-// Runs a part of a call on another thread in the caller's inference mode: tensors made in inference mode can only be
-// written in it.
+// The inference mode of the thread that makes this object, for the part of its call that another thread runs: a tensor
+// that was made in inference mode can be written in inference mode only.
 class CallerInferenceMode {
 public:
+    // Runs `act` in that mode, without gradients.
     template <typename Act>
     void run(const Act& act) const {
         std::optional<c10::InferenceMode> inference;
@@ -82,9 +91,5 @@ public:
 private:
     bool in_inference_ = c10::InferenceMode::is_enabled();
 };
-
-// Runs pending Python signal handlers and throws what they raise, such as KeyboardInterrupt. Called at intervals by
-// waits.
-void run_python_signal_handlers();
 
 }  // namespace dist_prims
