@@ -1,14 +1,6 @@
-"""The registry of algorithms. One decorated generator function adds an algorithm.
+"""The registry of algorithms. One generator function with the decorator :func:`algorithm` adds an algorithm.
 
 Proof, price, picture, tests, benchmark and documentation iterate over the registered algorithms.
-
->>> from dist_prims.schedules import Step, algorithm, build
->>> @algorithm("broadcast", name="one by one", chunks=1)
-... def one_by_one(size, root=0):
-...     for peer in range(1, size):
-...         yield Step(src=root, dst=(root + peer) % size, chunk=0)
->>> build("broadcast", "one by one", size=4).verify()
->>> unregister("broadcast", "one by one")
 """
 
 from __future__ import annotations

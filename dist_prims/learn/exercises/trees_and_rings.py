@@ -5,10 +5,24 @@ from __future__ import annotations
 from fractions import Fraction
 
 from ...schedules import ceil_log2
+from ..answer import Answer
 from ..exercise import STEP, Exercise
 from ..schedule_check import check_schedules
 
 __all__: list[str] = []
+
+
+def _check_ring(answer: Answer, collective: str, rounds: int) -> str:
+    """``rounds``: how often the chunks travel round the ring; a round has size - 1 steps of one chunk a rank."""
+    return check_schedules(
+        answer,
+        collective,
+        range(1, 10),
+        chunks=lambda size: size,
+        steps=lambda size: rounds * (size - 1),
+        sent=lambda size: Fraction(rounds * (size - 1), size),
+    )
+
 
 BROADCAST_TREE = Exercise(
     title="Broadcast in a logarithmic number of steps",
@@ -83,14 +97,7 @@ def reduce_scatter(size):
         "In each step rank r sends on the chunk to which it has just added.",
         "In the first step rank r sends chunk r - 1, in the next one r - 2, always modulo size.",
     ),
-    check=lambda answer: check_schedules(
-        answer,
-        "reduce_scatter",
-        range(1, 10),
-        chunks=lambda size: size,
-        steps=lambda size: size - 1,
-        sent=lambda size: Fraction(size - 1, size),
-    ),
+    check=lambda answer: _check_ring(answer, "reduce_scatter", rounds=1),
 )
 
 
@@ -116,14 +123,7 @@ def all_gather(size):
         "In each further step it sends the chunk that it has just got.",
         "In step k rank r sends chunk (r - k) % size.",
     ),
-    check=lambda answer: check_schedules(
-        answer,
-        "all_gather",
-        range(1, 10),
-        chunks=lambda size: size,
-        steps=lambda size: size - 1,
-        sent=lambda size: Fraction(size - 1, size),
-    ),
+    check=lambda answer: _check_ring(answer, "all_gather", rounds=1),
 )
 
 
@@ -150,14 +150,7 @@ def all_reduce(size):
         "Step k of the first half: chunk (r - k) % size with reduce=True. Step k of the second half: chunk (r + 1"
         " - k) % size.",
     ),
-    check=lambda answer: check_schedules(
-        answer,
-        "all_reduce",
-        range(1, 10),
-        chunks=lambda size: size,
-        steps=lambda size: 2 * (size - 1),
-        sent=lambda size: Fraction(2 * (size - 1), size),
-    ),
+    check=lambda answer: _check_ring(answer, "all_reduce", rounds=2),
 )
 
 

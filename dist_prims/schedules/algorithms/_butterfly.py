@@ -86,6 +86,15 @@ def gather(peers: Sequence[Ints], blocks: Bools) -> Iterator[Step]:
         yield _exchange(peer, after, reduce=False)
 
 
+def all_reduce(size: int, p: int, peers: Sequence[Ints]) -> Iterator[Step]:
+    """All-reduce of ``size`` ranks, of which the first p are in the butterfly: reduce-scatter, then all-gather."""
+    own, chunks = np.eye(p, dtype=bool), np.arange(p)
+    yield from fold(size, p, chunks)
+    yield from reduce_scatter(peers, own)
+    yield from gather(peers, own)
+    yield from unfold(size, p, chunks)
+
+
 def swing_gather(p: int, surplus: int = 0) -> Iterator[Round]:
     """The rounds of an all-gather among p ranks, an even number, with the peers of Swing.
 

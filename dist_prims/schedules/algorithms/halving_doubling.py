@@ -80,11 +80,7 @@ def _all_gather_load(hosts: Hosts) -> Iterator[Part]:
 )
 def all_reduce(size: int) -> Iterator[Step]:
     p = floor_pow2(size)
-    own, everything = np.eye(p, dtype=bool), np.arange(p)
-    yield from butterfly.fold(size, p, everything)
-    yield from butterfly.reduce_scatter(distances(p), own)
-    yield from butterfly.gather(distances(p), own)
-    yield from butterfly.unfold(size, p, everything)
+    yield from butterfly.all_reduce(size, p, distances(p))
 
 
 def _with_surplus(size: int) -> NDArray[np.bool_]:

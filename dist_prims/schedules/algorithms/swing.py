@@ -72,8 +72,4 @@ EVEN = {"e": even, "E": lambda n: ceil_log2(even(n))}
 )
 def all_reduce(size: int) -> Iterator[Step]:
     p = even(size)
-    own, everything = np.eye(p, dtype=bool), np.arange(p)
-    yield from butterfly.fold(size, p, everything)
-    yield from butterfly.reduce_scatter(peers(p), own)
-    yield from butterfly.gather(peers(p), own)
-    yield from butterfly.unfold(size, p, everything)
+    yield from butterfly.all_reduce(size, p, peers(p))

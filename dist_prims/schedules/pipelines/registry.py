@@ -1,14 +1,6 @@
-"""The registry of pipeline schedules. One decorated function, which yields the actions of one rank, adds a schedule.
+"""The registry of pipeline schedules.
 
->>> from dist_prims.schedules.pipelines import Action, PipelineCard, pipeline_plan, pipeline_schedule
->>> card = PipelineCard("one rank, one micro-batch", idle="0", peak="1", wins="never", source="none")
->>> @pipeline_schedule("hasty", card)
-... def hasty(rank, ranks, num_microbatches, stages_a_rank):
-...     for micro in range(num_microbatches):
-...         yield Action("F", rank, micro)
-...         yield Action("BW", rank, micro)
->>> pipeline_plan("hasty", ranks=3, num_microbatches=2).verify()
->>> unregister("hasty")
+One function that yields the actions of one rank, with the decorator :func:`pipeline_schedule`, adds a schedule.
 """
 
 from __future__ import annotations
@@ -136,9 +128,7 @@ def unregister(name: str) -> None:
     >>> "empty" in pipeline_plans()
     False
     """
-    _load()
-    if name not in _registry:
-        raise ValueError(nearest("pipeline schedule", name, pipeline_plans()))
+    lookup(name)
     _check_not_built_in(name, "only a schedule that the program registered can be removed")
     del _registry[name]
 
@@ -169,16 +159,16 @@ def lookup(name: str) -> PipelineSchedule:
 
 def plan_data(name: str, ranks: int, num_microbatches: int, stages_a_rank: int | None = None) -> PlanData:
     """The plan of a schedule as data; see ``pipeline_plan``."""
-    found = lookup(name)
-    wanted = found.stages_a_rank if stages_a_rank is None else stages_a_rank
-    counts = {"ranks": ranks, "num_microbatches": num_microbatches, "stages_a_rank": wanted}
-    for what, count in counts.items():
+    schedule = lookup(name)
+    stages = schedule.stages_a_rank if stages_a_rank is None else stages_a_rank
+    counts = {"ranks": ranks, "num_microbatches": num_microbatches, "stages_a_rank": stages}
+    for parameter, count in counts.items():
         if operator.index(count) < 1:
-            raise ValueError(f"pipeline {name}: {what}={count}; it must be at least 1")
-    if wanted != found.stages_a_rank and not found.any_more:
+            raise ValueError(f"pipeline {name}: {parameter}={count}; it must be at least 1")
+    if stages != schedule.stages_a_rank and not schedule.any_more:
         raise ValueError(
-            f"pipeline {name}: stages_a_rank={wanted}, but the schedule supports {found.stages_a_rank} only; "
-            f"cut the model into {ranks * found.stages_a_rank} stages, or use a schedule for any number: "
-            f"{', '.join(each for each, schedule in _registry.items() if schedule.any_more)}"
+            f"pipeline {name}: stages_a_rank={stages}, but the schedule supports {schedule.stages_a_rank} only; "
+            f"cut the model into {ranks * schedule.stages_a_rank} stages, or use a schedule for any number: "
+            f"{', '.join(other for other, registered in _registry.items() if registered.any_more)}"
         )
-    return found(ranks, num_microbatches, wanted)
+    return schedule(ranks, num_microbatches, stages)
