@@ -12,6 +12,7 @@ from ..schedules import Schedule, ScheduleError, build, lookup
 from ..schedules.catalogue import SYMBOLS, text_table
 from ..schedules.cost import chunks_sent
 from ..schedules.draw import caption, describe_contract, numbers, terminal
+from ..schedules.proof import error_of
 from ..schedules.trust import MOST_RANKS
 from .registered import in_line, registered_by
 
@@ -53,16 +54,16 @@ def run(given: argparse.Namespace) -> int:
     if given.html:  # first, because the page of a wrong schedule shows its error
         print(f"page     {schedule.html(given.html)}")
     print(f"{_steps(schedule)}\n")
-    wrong = _wrong(schedule)
-    for name, value in _demands(schedule) if wrong else _facts(schedule):
-        print(f"{name.ljust(9)}{value}")
+    error = error_of(schedule) if schedule.size <= MOST_RANKS else None
+    for name, value in describe_contract(schedule) if error else _facts(schedule):
+        print(f"{'must end' if error and name == 'ends' else name.ljust(8)} {value}")
     if given.svg:
         print(f"picture  {schedule.draw(given.svg)}")
     if given.animate:
         print(f"picture  {schedule.draw(given.animate, animate=True)}")
-    if wrong:
-        print(f"✗ {wrong}\n  For a page that opens at the wrong step, add --html wrong.html")
-    return int(bool(wrong))
+    if error:
+        print(f"✗ {error}\n  For a page that opens at the wrong step, add --html wrong.html")
+    return int(bool(error))
 
 
 def _unusable(file: str, schedule: Schedule) -> str | None:
@@ -74,22 +75,6 @@ def _unusable(file: str, schedule: Schedule) -> str | None:
     except (Exception, SystemExit) as error:
         return in_line(file, error)
     return None
-
-
-def _wrong(schedule: Schedule) -> ScheduleError | None:
-    """What the proof finds wrong; None for a schedule of more ranks than are proved."""
-    try:
-        if schedule.size <= MOST_RANKS:
-            schedule.verify()
-    except ScheduleError as error:
-        return error
-    return None
-
-
-def _demands(schedule: Schedule) -> Iterator[tuple[str, str]]:
-    """The contract of a schedule that does not keep it."""
-    (_, starts), (_, ends) = describe_contract(schedule)
-    yield from (("starts", starts), ("must end", ends))
 
 
 def _is_file(given: argparse.Namespace) -> bool:

@@ -30,7 +30,9 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 def train_digits(console: Console) -> dict[str, list[tuple[float, float]]]:
     """Train, check, and return two loss curves: of the ranks, and of one process."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    console.title(f"A convolutional network learns handwritten digits: synchronous SGD on {_count(size, 'rank')}")
+    console.title(
+        f"A convolutional network learns handwritten digits: synchronous SGD on {size} rank{'s' * (size != 1)}"
+    )
     images = DataPartitioner(digits(), [0.8, 0.2], _SEED)
     learned, held_out = images.use(0), _batch(images.use(1), range(len(images.use(1))))
     parts = DataPartitioner(learned, [1 / size] * size, _SEED)
@@ -135,7 +137,3 @@ def _same_everywhere(model: nn.Module) -> bool:
 
 def _curve(losses: list[float]) -> list[tuple[float, float]]:
     return [(float(step), loss) for step, loss in enumerate(losses, start=1)]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

@@ -24,16 +24,15 @@ def check_plans(answer: Answer, reference: str, most_held: Callable[[int, int, i
         plan = _plan(answer, ranks, count)
         here = f"{ranks} ranks, {count} micro-batches"
         for rank, held in enumerate(plan.peaks()):
-            if held > most_held(rank, ranks, count):
-                allowed = most_held(rank, ranks, count)
+            if held > (allowed := most_held(rank, ranks, count)):
                 raise WrongAnswerError(
                     f"{here}: the order is right, but rank {rank} holds {held} activations at once; {allowed} are "
                     f"enough\n{plan.draw()}"
                 )
-        found, limit = (each.cost().makespan for each in (plan, pipeline_plan(reference, ranks, count)))
-        if found > limit:
+        duration, limit = plan.cost().makespan, pipeline_plan(reference, ranks, count).cost().makespan
+        if duration > limit:
             raise WrongAnswerError(
-                f"{here}: the order is right, but the step takes {found:g} time units; {limit:g} are "
+                f"{here}: the order is right, but the step takes {duration:g} time units; {limit:g} are "
                 f"enough\n{plan.draw()}"
             )
     return f"proved for 1 to {COUNTS[-1][0]} ranks, within the limits of memory and time"

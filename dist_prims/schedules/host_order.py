@@ -67,7 +67,7 @@ def _renumbered(schedule: Schedule, rank_at: tuple[int, ...]) -> Schedule:
     def steps() -> Iterator[Step] | Phases:
         if phases := schedule.steps.phases:
             return tuple(
-                Phase(lambda phase: map(renumber, phase.make(*phase.given)), (each,), each.width) for each in phases
+                Phase(lambda phase: map(renumber, phase.make(*phase.given)), (phase,), phase.width) for phase in phases
             )
         return map(renumber, schedule.steps)
 
@@ -83,9 +83,10 @@ def _renumbering(schedule: Schedule, rank_at: NDArray[np.int64]) -> Callable[[St
     """A function that renumbers a step. The blocks of a schedule are ordered by its ranks, its other chunks stay."""
     if schedule.collective not in BLOCKS:
         return lambda step: step.renumbered(rank_at)
-    place = np.arange(schedule.contract.total)
-    length = schedule.chunks // schedule.size
-    data = place[: schedule.data_chunks]
-    side, chunk = np.divmod(data, schedule.chunks)
-    place[: len(data)] = side * schedule.chunks + rank_at[chunk // length] * length + chunk % length
-    return lambda step: Step(rank_at[step.src], rank_at[step.dst], place[step.chunk], step.reduce, place[step.into])
+    chunk_at = np.arange(schedule.contract.total)  # chunk_at[c]: the number of chunk c after the renumbering
+    length = schedule.chunks // schedule.size  # of a block, in chunks
+    side, chunk = np.divmod(chunk_at[: schedule.data_chunks], schedule.chunks)  # side 1: received, in an all_to_all
+    chunk_at[: len(side)] = side * schedule.chunks + rank_at[chunk // length] * length + chunk % length
+    return lambda step: Step(
+        rank_at[step.src], rank_at[step.dst], chunk_at[step.chunk], step.reduce, chunk_at[step.into]
+    )

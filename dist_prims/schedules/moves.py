@@ -110,12 +110,7 @@ def shifted(size: int, distance: int, chunks: float = 1, reduce: bool = False) -
 def exchanged(size: int, distance: int, chunks: float = 1, reduce: bool = False, first: int = 0) -> list[Move]:
     """Each rank from ``first`` on sends to the rank whose number differs from its own in the bit ``distance``.
 
-    Args:
-        size: the rank after the last one; like ``first`` a multiple of ``distance``.
-        distance: a power of two.
-        chunks: the length of each message.
-        reduce: whether the receivers add.
-        first: the first rank that takes part.
+    ``size``: the rank after the last one. ``distance``: a power of two, which divides ``first`` and ``size``.
 
     >>> [(move.first, move.shift, move.block, move.stride) for move in exchanged(8, 2)]
     [(0, 2, 2, 4), (2, -2, 2, 4)]

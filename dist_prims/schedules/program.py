@@ -3,16 +3,16 @@
 A schedule describes all ranks; a process executes only its own part. Four facts are computed here once, so that an
 executor needs no search:
 
-- which transfers form each message; a rank's messages are in the order of the distance of the peer, so that no rank is
-  the first to which all others send,
-- in which order the writes of a step are added into a chunk,
+- which transfers form each message; a rank's messages are in the order of the distance to the peer, so that the ranks
+  do not all send to the same rank first,
+- in which order the operands of a step are added into a chunk,
 - when a chunk that only passes through is read for the last time, so that its memory can be freed,
 - how long each message is. Blocks of the data may differ in length, and the receiver must know the length before the
-  message arrives; so the pieces of all ranks are followed through the steps. A piece is named by the chunk of this
-  rank's data that is as long.
+  message arrives. So the pieces that all ranks hold are followed through the steps. A program names the piece in a
+  message by a chunk of this rank's own data that has the same length.
 
-In the same way the number of ranks whose data is in each operand of a sum is computed, which scales a mean
-(``order.scales``).
+The *terms* of an operand, the number of ranks whose data is added up in it, are computed in the same way. They scale a
+mean (``order.scales``).
 
 The dataclasses contain numbers, text and tuples of each other, so that ``dataclasses.asdict`` makes JSON of them. C++
 reads the same fields (``csrc/torch/backend/bindings.cpp``).
@@ -24,7 +24,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +52,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Source:
-    """Where an operand is: place ``index`` in the message of a peer, or, of the peer ``OWN``, this rank's chunk."""
+    """Where an operand is: number ``index`` in the message from ``peer``; if that is ``OWN``, the rank's own chunk."""
 
     peer: int
     index: int
@@ -60,9 +60,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Write:
-    """The effect of a step on one chunk: the operands are added in order to its content, which ``copy`` drops first.
+    """The effect of a step on the chunk ``into``: the operands from ``sources`` are added to its content in order.
 
-    ``terms``: the number of ranks whose data is in each operand, beginning with the chunk's content unless ``copy``.
+    ``copy``: the first operand replaces the content. ``terms``: of each operand; the first is the content unless
+    ``copy``.
     """
 
     into: int
@@ -72,12 +73,18 @@ class Write:
     terms: tuple[int, ...]
 
 
-_Row = tuple[Source, bool, int, int]  # the source, whether the row reduces, its piece, its terms
+class _Row(NamedTuple):
+    """A row of a step that writes a chunk of this rank."""
+
+    source: Source
+    reduce: bool
+    piece: int
+    terms: int
 
 
 @dataclass(frozen=True)
 class ProgramStep:
-    """The part of one rank in a step, which may be nothing; the chunks in ``dead`` are never read after the step."""
+    """The part of one rank in a step, which may be nothing. No later step reads the chunks in ``dead``."""
 
     sends: tuple[Message, ...] = ()
     receives: tuple[Message, ...] = ()
@@ -150,15 +157,19 @@ _compiled = functools.lru_cache(maxsize=32)(compile_program)  # a program is the
 _NO_ROWS = Step.concat([])
 
 
-# The rows of one rank in a step, of each row the piece and the number of ranks whose data is in it; and the number of
-# ranks whose data is in each chunk of the rank before the step.
-_Rows = Iterator[tuple[Step, Ints, NDArray[np.int32], NDArray[np.int32]]]
+class _RankRows(NamedTuple):
+    """The rows of a step in which one rank sends or receives."""
+
+    rows: Step
+    pieces: Ints  # of each row
+    terms: NDArray[np.int32]  # of each row
+    held_terms: NDArray[np.int32]  # of each chunk of the rank before the step
 
 
-def _rows(schedule: ScheduleData, rank: int) -> _Rows:
-    """Follow the pieces of all ranks through the steps."""
-    held = np.full((schedule.size, schedule.contract.total), -1)  # the piece in each chunk of each rank,
-    terms = np.zeros(held.shape, np.int32)  # and the number of ranks whose data is in it
+def _rows(schedule: ScheduleData, rank: int) -> Iterator[_RankRows]:
+    """The rows of a rank in each step. The pieces of all ranks are followed through the steps."""
+    held = np.full((schedule.size, schedule.contract.total), -1)  # held[rank, chunk]: a piece
+    terms = np.zeros(held.shape, np.int32)
     same_start = schedule.contract.same_start
     for each in range(1 if same_start else schedule.size):
         start, ranks = schedule.contract.start(each), slice(None) if same_start else each
@@ -168,9 +179,9 @@ def _rows(schedule: ScheduleData, rank: int) -> _Rows:
         pieces, counts = wide_held[step.src, step.chunk], wide_terms[step.src, step.chunk]
         mine = np.flatnonzero((step.src == rank) | (step.dst == rank))
         own = widened(step.take(mine), width) if len(mine) else _NO_ROWS
-        yield own, pieces[mine].ravel(), counts[mine].ravel(), terms[rank]
+        yield _RankRows(own, pieces[mine].ravel(), counts[mine].ravel(), terms[rank])
         wide_held[step.dst, step.into] = pieces
-        _count(wide_terms, step, counts)
+        _update_terms(wide_terms, step, counts)
 
 
 def _blocks(chunks: NDArray[Any], width: int) -> NDArray[Any]:
@@ -179,8 +190,8 @@ def _blocks(chunks: NDArray[Any], width: int) -> NDArray[Any]:
     return chunks[:, : whole * width].reshape(len(chunks), whole, width)
 
 
-def _rows_of_part(schedule: ScheduleData, steps: Iterator[Step]) -> _Rows:
-    """From a rank's own rows: each carries the piece that the sender has in the chunk at the start."""
+def _rows_of_part(schedule: ScheduleData, steps: Iterator[Step]) -> Iterator[_RankRows]:
+    """The rows of a rank from ``schedule.part``: each carries the piece that its sender starts with."""
     own_terms = np.zeros(schedule.contract.total, np.int32)
     start_of = functools.cache(schedule.contract.start)  # most rows have the rank itself as their sender
     for step in steps:
@@ -188,14 +199,14 @@ def _rows_of_part(schedule: ScheduleData, steps: Iterator[Step]) -> _Rows:
         for src, chunk in zip(step.src.tolist(), step.chunk.tolist(), strict=True):
             start = start_of(src)
             pieces.append(int(start.piece[start.chunk == chunk][0]))
-        yield step, np.array(pieces, np.int64), np.ones(len(pieces), np.int32), own_terms
+        yield _RankRows(step, np.array(pieces, np.int64), np.ones(len(pieces), np.int32), own_terms)
 
 
 def _own_chunks(schedule: ScheduleData, rank: int) -> Callable[[Ints], Ints]:
-    """A function from pieces to the chunks of this rank's data that are as long.
+    """A function from pieces to chunks of this rank's own data that have the same length.
 
-    In an all_to_all that is the chunk of the same part of the block that this rank sends or receives. A block that it
-    forwards is as long as every other, so the chunk of any block serves.
+    In an all_to_all the chunk is the same part of a block that this rank sends or receives. A rank forwards blocks only
+    if all blocks are equally long, so for a forwarded block any block serves.
     """
     if schedule.collective != "all_to_all":
         return lambda pieces: pieces
@@ -210,7 +221,7 @@ def _own_chunks(schedule: ScheduleData, rank: int) -> Callable[[Ints], Ints]:
     return chunks_of
 
 
-def _count(terms: NDArray[np.int32], step: Step, counts: NDArray[np.int32]) -> None:
+def _update_terms(terms: NDArray[np.int32], step: Step, counts: NDArray[np.int32]) -> None:
     """Update the terms after a step: a copy replaces the content of a chunk, and a reduction adds to it."""
     dst, into = step.dst, step.into
     if not step.reduce.all():
@@ -234,7 +245,7 @@ def _step(
         source = Source(OWN, chunk) if src == rank else Source(src, len(receives[src]))
         if src != rank:
             receives[src].append((into, piece))
-        writes[into].append((source, reduce, piece, terms))
+        writes[into].append(_Row(source, reduce, piece, terms))
     folded = (_write(into, rows, int(held_terms[into])) for into, rows in writes.items())
     return ProgramStep(
         _messages(sends, lambda peer: (peer - rank) % size),
@@ -248,16 +259,16 @@ def _messages(by_peer: dict[int, list[tuple[int, int]]], distance: Callable[[int
 
 
 def _write(into: int, rows: list[_Row], held_terms: int) -> Write:
-    first, first_reduces, piece, _ = rows[0]
-    sources, terms = tuple(row[0] for row in rows), tuple(row[3] for row in rows)
-    if not first_reduces and first == Source(OWN, into):  # a copy of the chunk to itself keeps its content
-        return Write(into, piece, False, sources[1:], terms)
-    return Write(into, piece, not first_reduces, sources, (held_terms, *terms) if first_reduces else terms)
+    first = rows[0]
+    sources, terms = tuple(row.source for row in rows), tuple(row.terms for row in rows)
+    if not first.reduce and first.source == Source(OWN, into):  # a copy of the chunk to itself keeps its content
+        return Write(into, first.piece, False, sources[1:], terms)
+    return Write(into, first.piece, not first.reduce, sources, (held_terms, *terms) if first.reduce else terms)
 
 
 def _with_last_reads(steps: list[ProgramStep], keep: set[int]) -> tuple[ProgramStep, ...]:
     """Set ``dead`` from the last step back to the first: the first read in this direction is the last one in time."""
-    done, seen = [], set(keep)
+    done, seen = [], set(keep)  # ``seen``: chunks that a later step reads or writes, or that are output
     for step in reversed(steps):
         reads = {chunk for message in step.sends for chunk in message.chunks}
         reads |= {source.index for write in step.writes for source in write.sources if source.peer == OWN}

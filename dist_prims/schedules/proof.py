@@ -25,17 +25,22 @@ __all__: list[str] = []
 
 
 def verify(schedule: ScheduleData) -> None:
-    """Raise ScheduleError unless every rank ends with exactly the result that the contract demands.
-
-    >>> from dist_prims.schedules import build
-    >>> verify(build("all_reduce", "ring", size=5))
-    """
+    """Raise ScheduleError unless every rank ends with exactly the result that the contract demands."""
     state = execute(schedule)
     shortfalls = [each for rank in range(schedule.size) for each in _shortfalls(schedule, state, rank)]
     if shortfalls:
         raise diagnose(schedule, shortfalls)
     if schedule.contract.same_bits:
         _check_same_bits(schedule, state)
+
+
+def error_of(schedule: ScheduleData) -> ScheduleError | None:
+    """The error that :func:`verify` raises; None for a right schedule."""
+    try:
+        verify(schedule)
+    except ScheduleError as error:
+        return error
+    return None
 
 
 def _shortfalls(schedule: ScheduleData, state: State, rank: int) -> Iterator[Shortfall]:

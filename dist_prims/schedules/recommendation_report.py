@@ -14,14 +14,7 @@ _HEADINGS = ("algorithm", "segments", "predicted", "latency", "processor", "link
 
 
 def describe_question(collective: str, nbytes: int, topology: Topology, source: str) -> str:
-    """The question: the collective, the hosts, and the costs of a message and of a byte.
-
-    Args:
-        collective: the name of the collective.
-        nbytes: the size of its data.
-        topology: the hosts and the costs. Its hosts have equally many ranks.
-        source: where the costs come from, in words.
-    """
+    """The question: collective, hosts with equally many ranks, costs; ``source``: the origin of the costs."""
     size = f" of {format_bytes(nbytes)}" if collective != "barrier" else ""
     hosts, ranks = len(topology.hosts), topology.hosts[0]
     lines = [f"{collective}{size}: {hosts} host{'s'[: hosts > 1]} x {ranks} rank{'s'[: ranks > 1]}; {source}"]

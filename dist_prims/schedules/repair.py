@@ -12,6 +12,8 @@ A sum that has become impossible stays impossible, so the first such step is wel
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -51,16 +53,16 @@ class Shortfall:
 
 def diagnose(schedule: ScheduleData, shortfalls: Sequence[Shortfall]) -> ScheduleError:
     """The error for the shortfall that became irreparable first, with the step that caused it."""
-    targets = {(each.piece, each.wanted): each for each in reversed(shortfalls)}
+    targets = {(shortfall.piece, shortfall.wanted): shortfall for shortfall in reversed(shortfalls)}  # first of each
     before: State | None = None
     for number, step, state in symbolic_states(schedule):
         if before is not None:
-            touched = set(before.piece[step.dst, step.into].tolist())
-            for (piece, wanted), each in targets.items():
-                if piece in touched and not _can_be_made(state, piece, wanted, schedule.contract.counts_once):
-                    cause, culprit = _cause(before, state, step, number, piece, wanted)
-                    marks = [*culprit, *(shortfall.mark(len(schedule.steps) - 1) for shortfall in shortfalls)]
-                    return ScheduleError(f"{each.what}. {cause}", number, marks)
+            overwritten = set(before.piece[step.dst, step.into].tolist())
+            for (piece, wanted), target in targets.items():
+                if piece in overwritten and not _can_be_made(state, piece, wanted, schedule.contract.counts_once):
+                    cause, cause_marks = _cause(before, state, step, number, piece, wanted)
+                    marks = [*cause_marks, *(shortfall.mark(len(schedule.steps) - 1) for shortfall in shortfalls)]
+                    return ScheduleError(f"{target.what}. {cause}", number, marks)
         before = State(state.piece.copy(), state.sum.copy(), state.sums)
     first, last = shortfalls[0], len(schedule.steps) - 1
     return ScheduleError(
@@ -85,35 +87,32 @@ def _can_be_made(state: State, piece: int, wanted: int, counts_once: bool) -> bo
 
 
 def _union(sets: Iterable[int]) -> int:
-    union = 0
-    for each in sets:
-        union |= each
-    return union
+    return functools.reduce(operator.or_, sets, 0)
 
 
 def _is_disjoint_union(sets: Sequence[int], wanted: int) -> bool:
     """Whether ``wanted`` is the union of some disjoint sets; True if the search exceeds ``_MOST_CHOICES``."""
     if _union(sets) != wanted:
         return False
-    unfinished, seen = [wanted], {wanted}
+    unfinished, seen = [wanted], {wanted}  # sets of ranks that are still to be covered
     while unfinished:
         left = unfinished.pop()
-        lowest = left & -left
-        for each in sets:
-            if each & lowest and each & ~left == 0:
-                if each == left or len(seen) > _MOST_CHOICES:
+        lowest = left & -left  # one of the disjoint sets must contain the lowest rank that is left
+        for ranks in sets:
+            if ranks & lowest and ranks & ~left == 0:
+                if ranks == left or len(seen) > _MOST_CHOICES:
                     return True
-                if left ^ each not in seen:
-                    seen.add(left ^ each)
-                    unfinished.append(left ^ each)
+                if left ^ ranks not in seen:
+                    seen.add(left ^ ranks)
+                    unfinished.append(left ^ ranks)
     return False
 
 
 def _cause(
     before: State, after: State, step: Step, number: int, piece: int, wanted: int
 ) -> tuple[str, tuple[Mark, ...]]:
-    """The step, and the transfer in it that overwrote the last copy of a sum that was needed, with the chunk's mark."""
-    left = {after.sums.ranks[each] for each in _sums_of(after, piece).tolist()}
+    """The transfer of the step that overwrote the last copy of a needed sum, in words, and the mark of its chunk."""
+    left = {after.sums.ranks[number_of_sum] for number_of_sum in _sums_of(after, piece).tolist()}
     for src, dst, _, into, reduce in step.rows():
         value = int(before.sum[dst, into])
         ranks = before.sums.ranks[value] if value != NOTHING and before.piece[dst, into] == piece else 0

@@ -20,22 +20,22 @@ def build(collective: str, algorithm: str, size: int, **parameters: Any) -> Sche
     >>> len(ring.steps), ring.bytes_sent(rank=0)
     (6, Fraction(3, 2))
     """
-    found = lookup(collective, algorithm)
+    registered = lookup(collective, algorithm)
     ranks = _integer(f"{collective} {algorithm}", "size", size)
     if ranks < 1:
         raise ValueError(f"{collective} {algorithm}: size={size}; it must be at least 1 rank")
-    unknown = set(parameters) - set(found.parameters) - ({"root"} if collective in ROOTED else set())
+    unknown = set(parameters) - set(registered.parameters) - ({"root"} if collective in ROOTED else set())
     if unknown:
-        takes = ", ".join([*found.parameters, *(["root"] if collective in ROOTED else [])]) or "none"
+        takes = ", ".join([*registered.parameters, *(["root"] if collective in ROOTED else [])]) or "none"
         raise ValueError(f"{collective} {algorithm} takes no parameter {sorted(unknown)[0]!r}; it takes: {takes}")
     for key, value in parameters.items():
-        _check_kind(f"{collective} {algorithm}", key, value, found.parameters.get(key))
+        _check_kind(f"{collective} {algorithm}", key, value, registered.parameters.get(key))
     if collective not in ROOTED:
-        return Schedule.of(found(ranks, **parameters))
+        return Schedule.of(registered(ranks, **parameters))
     root = _integer(f"{collective} {algorithm}", "root", parameters.pop("root", 0))
     if not 0 <= root < ranks:
         raise ValueError(f"{collective} {algorithm}: root {root} is out of range; ranks are 0..{ranks - 1}")
-    return Schedule.of(found(ranks, root, **parameters))
+    return Schedule.of(registered(ranks, root, **parameters))
 
 
 def _integer(where: str, name: str, value: Any) -> int:
@@ -54,11 +54,7 @@ def _check_kind(where: str, name: str, value: Any, default: Any) -> None:
 
 
 def build_shared(collective: str, algorithm: str, size: int, **parameters: Any) -> Schedule:
-    """The same as :func:`build`, but equal calls return one object, for which prices and programs are cached.
-
-    >>> build_shared("all_reduce", "ring", size=4) is build_shared("all_reduce", "ring", size=4)
-    True
-    """
+    """The same as :func:`build`, but equal calls return one object, for which prices and programs are cached."""
     return _build_once(version(), collective, algorithm, size, tuple(sorted(parameters.items())))
 
 

@@ -76,7 +76,10 @@ class Step:
 
     @property
     def narrow(self) -> tuple[Step, Ints | None]:
-        """The rows in compact form, and the number of consecutive chunks that each row stands for (None: one)."""
+        """(a step with fewer rows, the number of chunks that each of them stands for, or None for one each).
+
+        The columns src, dst and reduce of these rows are right, which is all that a price depends on.
+        """
         return self, None
 
     def rows(self) -> list[tuple[int, int, int, int, bool]]:
@@ -92,10 +95,9 @@ class Step:
         """The step with rank ``rank_at[r]`` in place of each rank r."""
         return Step(rank_at[self.src], rank_at[self.dst], self.chunk, self.reduce, self.into)
 
-    def take(self, which: ArrayLike) -> Step:
+    def take(self, rows: Any) -> Step:
         """The rows that an index array, a slice or a mask selects, in the order of the selection."""
-        at: Any = which
-        return Step(self.src[at], self.dst[at], self.chunk[at], self.reduce[at], self.into[at])
+        return Step(self.src[rows], self.dst[rows], self.chunk[rows], self.reduce[rows], self.into[rows])
 
     @staticmethod
     def concat(steps: Sequence[Step]) -> Step:
@@ -177,42 +179,36 @@ class WideStep(CountedStep):
     """
 
     def __init__(self, rows: Step, span: ArrayLike) -> None:
-        wide = np.asarray(span, np.int64)
-        messages, counted = rows.narrow
-        if counted is None:
-            each: ArrayLike = span
-        elif wide.ndim:
-            each = np.diff(np.concatenate([[0], wide.cumsum()])[counted.cumsum()], prepend=0)
+        chunks_of_row = np.asarray(span, np.int64)
+        messages, rows_of_message = rows.narrow
+        if rows_of_message is None:
+            chunks_of_message: ArrayLike = span
+        elif chunks_of_row.ndim:  # the rows of a message follow each other: the sum over them
+            sums = np.concatenate([[0], chunks_of_row.cumsum()])
+            chunks_of_message = np.diff(sums[rows_of_message.cumsum()], prepend=0)
         else:
-            each = counted * wide
-        super().__init__(messages, each, lambda: _repeated(rows, wide))
+            chunks_of_message = rows_of_message * chunks_of_row
+        super().__init__(messages, chunks_of_message, lambda: _one_row_a_chunk(rows, chunks_of_row))
 
 
-def _repeated(rows: Step, width: Ints) -> Step:
+def _one_row_a_chunk(rows: Step, width: Ints) -> Step:
     span = np.broadcast_to(width, len(rows))
-    within = np.arange(int(span.sum())) - np.repeat(np.cumsum(span) - span, span)
+    within = np.arange(int(span.sum())) - np.repeat(np.cumsum(span) - span, span)  # 0, 1, ... for each row
     src, dst, chunk, into, reduce = (np.repeat(getattr(rows, name), span) for name in COLUMNS)
     return Step(src, dst, chunk + within, reduce, into + within)
 
 
 def most_steps(size: int) -> int:
-    """The most steps of a schedule for ``size`` ranks: enough where each message is a step of its own.
-
-    >>> most_steps(1000)
-    4100000
-    """
+    """The most steps of a schedule for ``size`` ranks: enough where each message is a step of its own."""
     return MOST_STEPS + 4 * size**2
-
-
-def _endless(most: int) -> ValueError:
-    return ScheduleError(f"there are more than {most:,} steps; does the loop end? One step may have many transfers")
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a schedule whose steps are generated with narrow chunks, which makes them cheaper to compile.
+    """A part of a schedule whose steps have chunks that stand for several chunks of the schedule.
 
-    ``make(*given)`` generates the steps. Each of their chunks stands for ``width`` consecutive chunks of the schedule.
+    The steps then have fewer rows, and a program is compiled from them sooner. ``make(*given)`` generates the steps;
+    each of their chunks stands for ``width`` consecutive chunks of the schedule.
 
     >>> phase = Phase(lambda src: iter([Step(src=src, dst=5, chunk=1)]), (3,), width=2)
     >>> [step.rows() for step in phase]
@@ -278,7 +274,8 @@ class Steps(Sequence[Step]):
         made, length = self._make(), 0
         for step in itertools.chain.from_iterable(made) if isinstance(made, tuple) else made:
             if length == self._most:
-                raise _endless(self._most)
+                hint = "does the loop end? One step may have many transfers"
+                raise ScheduleError(f"there are more than {self._most:,} steps; {hint}")
             yield step
             length += 1
         self._length = length

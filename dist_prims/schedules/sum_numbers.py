@@ -53,11 +53,7 @@ class Sums:
 
 
 def ranks_of(bits: int) -> tuple[int, ...]:
-    """The ranks in a set of bits.
-
-    >>> ranks_of(0b101)
-    (0, 2)
-    """
+    """The ranks in a set of bits: (0, 2) for 0b101."""
     return tuple(rank for rank in range(bits.bit_length()) if bits >> rank & 1)
 
 

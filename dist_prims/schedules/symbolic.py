@@ -1,8 +1,8 @@
 """Symbolic execution of a schedule: its steps run on numbers of sums instead of data.
 
-Each chunk of each rank holds (piece, sum): the piece of the data, and the number of the sum, which stands for the ranks
-whose contributions were added and their order. A step that is wrong whatever follows it raises ScheduleError here, with
-its step, ranks and chunk.
+Each chunk of each rank holds (piece, sum): the piece of the data, and the number of a sum, which stands for the ranks
+whose contributions were added and their order (:mod:`.sum_numbers`). A step that is wrong whatever follows it raises
+ScheduleError here, with its number, ranks and chunk.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def execute(schedule: ScheduleData) -> State:
 
 
 def symbolic_states(schedule: ScheduleData) -> Iterator[tuple[int, Step, State]]:
-    """(number, step, state after it), from -1 with an empty step on; the state is updated in place."""
+    """(number, step, state after the step), beginning with -1 and an empty step; the state is updated in place."""
     shape = (schedule.size, schedule.contract.total)
     state = State(np.full(shape, NOTHING), np.full(shape, NOTHING), Sums(schedule.size))
     for rank in range(schedule.size):
@@ -68,10 +68,10 @@ def _check_range(schedule: ScheduleData, step: Step, number: int) -> None:
 
 
 def _run(state: State, step: Step, number: int, counts_once: bool) -> None:
-    """Run one step: read all sources, then write chunk by chunk, each chunk's rows in row order."""
+    """Run one step: read all sources, then write; the rows that write one chunk apply in row order."""
     piece, value = state.piece[step.src, step.chunk], state.sum[step.src, step.chunk]
     _refuse(value == NOTHING, step, number, "reads chunk {chunk} of rank {src}, which holds nothing yet")
-    target = step.dst * state.sum.shape[1] + step.into
+    target = step.dst * state.sum.shape[1] + step.into  # the place of the written chunk in the flattened state
     by_target = np.argsort(target, kind="stable")
     position = np.empty(len(step), np.int64)  # 0 for the first row that writes a chunk, 1 for the second, ...
     position[by_target] = place_in_run(target[by_target])
@@ -80,7 +80,7 @@ def _run(state: State, step: Step, number: int, counts_once: bool) -> None:
     copies = np.flatnonzero(~step.reduce)
     state.piece.flat[target[copies]] = piece[copies]
     state.sum.flat[target[copies]] = value[copies]
-    copied = np.isin(target, target[copies])  # the first addition adds to the copy there, else to the old content
+    copied = np.isin(target, target[copies])  # for these chunks, position 0 is a copy, so position 1 adds to it
     for now in range(int(position.max(initial=-1)) + 1):
         adds = np.flatnonzero(step.reduce & (position == now))
         held, added = state.sum.flat[target[adds]], value[adds]
@@ -97,7 +97,7 @@ def place_in_run(keys: Ints) -> Ints:
 
 
 def _refuse(wrong: NDArray[np.bool_], step: Step, number: int, what: str, doubled: int = 0) -> None:
-    """Raise ScheduleError for the first wrong row of a step, if there is one; ``doubled``: ranks, as bits."""
+    """Raise ScheduleError for the first row of a step that is ``wrong``; ``doubled``: ranks added twice, as bits."""
     if wrong.any():
         at = int(np.argmax(wrong))
         names = {name: int(getattr(step, name)[at]) for name in ("src", "dst", "chunk", "into")}
@@ -116,6 +116,6 @@ def _check_addition(
     if counts_once:
         ranks = state.sums.ranks
         doubled = [ranks[a] & ranks[b] for a, b in zip(held.tolist(), added.tolist(), strict=True)]
-        which = next((both for both in doubled if both), 0)
-        what = f"adds {names_of(which)} to chunk {{into}} of rank {{dst}}, which already contains it"
-        _refuse(np.array([both != 0 for both in doubled], np.bool_), step, number, what, which)
+        first_doubled = next((both for both in doubled if both), 0)
+        what = f"adds {names_of(first_doubled)} to chunk {{into}} of rank {{dst}}, which already contains it"
+        _refuse(np.array([both != 0 for both in doubled], np.bool_), step, number, what, first_doubled)

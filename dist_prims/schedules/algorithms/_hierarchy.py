@@ -183,12 +183,7 @@ def _between_hosts_by_units(schedule: ScheduleData, hosts: tuple[int, ...]) -> I
 def units_within_hosts(kind: str, inner: str, hosts: tuple[int, ...], chunks: int, without: int | None = None) -> Phase:
     """The phase within hosts: the collective ``kind`` within every host, over all chunks.
 
-    Args:
-        kind: the collective.
-        inner: its algorithm.
-        hosts: the number of ranks of each host.
-        chunks: the number of chunks of the whole schedule.
-        without: a rank to which no messages are sent, because it has the data already.
+    ``chunks``: of the whole schedule. ``without``: a rank that receives no messages, because it has the data already.
     """
     schedules = tuple(build_shared(kind, inner, ranks) for ranks in sorted(set(hosts)))
     width = chunks // math.lcm(*(schedule.chunks for schedule in schedules))

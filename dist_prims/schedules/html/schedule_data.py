@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..draw import caption, describe_contract
-from ..proof import verify
+from ..proof import error_of
 from ..registry import algorithms, lookup
 from ..schedule_error import ScheduleError
 from ..steps import ScheduleData, Step, Steps, most_steps
@@ -46,7 +46,7 @@ def schedule_page(schedule: ScheduleData) -> Page:
 
 
 def _data(schedule: ScheduleData) -> dict[str, Any]:
-    error = _error(schedule)
+    error = error_of(schedule)
     start, steps, sums = _run(schedule)
     return {
         "collective": schedule.collective,
@@ -66,19 +66,11 @@ def _data(schedule: ScheduleData) -> dict[str, Any]:
     }
 
 
-def _error(schedule: ScheduleData) -> ScheduleError | None:
-    try:
-        verify(schedule)
-    except ScheduleError as error:
-        return error
-    return None
-
-
 def _proof(schedule: ScheduleData, error: ScheduleError | None) -> dict[str, Any]:
     """The result of the proof. ``step`` is the first wrong step; ``marks`` are the wrong chunks, with their ranks."""
     marks = [
-        {"step": each.step, "rank": each.rank, "chunk": each.chunk, "missing": each.missing, "extra": each.extra}
-        for each in (error.marks if error else ())
+        {"step": mark.step, "rank": mark.rank, "chunk": mark.chunk, "missing": mark.missing, "extra": mark.extra}
+        for mark in (error.marks if error else ())
     ]
     return {
         "error": str(error) if error else None,
@@ -172,12 +164,12 @@ def _labels(schedule: ScheduleData) -> Iterator[str]:
 
 def _facts(schedule: ScheduleData) -> list[tuple[str, str]]:
     """The contract and the cost card as pairs of a heading and a text."""
-    found = [*describe_contract(schedule), ("steps", str(len(schedule.steps)))]
+    facts = [*describe_contract(schedule), ("steps", str(len(schedule.steps)))]
     if schedule.algorithm in algorithms(schedule.collective):
         card = lookup(schedule.collective, schedule.algorithm).card
         if card:
-            found += [("wins", card.wins), ("source", card.source)]
-    return found
+            facts += [("wins", card.wins), ("source", card.source)]
+    return facts
 
 
 def _column(values: ArrayLike) -> Any:

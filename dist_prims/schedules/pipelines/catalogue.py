@@ -15,11 +15,7 @@ SYMBOLS = (
 
 
 def markdown_table() -> str:
-    """A Markdown table with one row for each registered schedule.
-
-    >>> print(markdown_table().splitlines()[0])
-    | schedule | idea | idle | activations of a stage held | wins when | source |
-    """
+    """A Markdown table with one row for each registered schedule."""
     headings = ("schedule", "idea", "idle", "activations of a stage held", "wins when", "source")
     cards = [(name, lookup(name).card) for name in pipeline_plans()]
     rows = [(f"`{name}`", c.idea, f"`{c.idle}`", f"`{c.peak}`", c.wins, c.source) for name, c in cards]

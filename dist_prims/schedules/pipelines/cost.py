@@ -83,12 +83,7 @@ def price(
     weight_grad: Seconds = 1.0,
     transfer: float = 0.0,
 ) -> PipelineCost:
-    """The cost of a plan, from the seconds of F, B and W; BW takes the sum of B and W.
-
-    >>> from dist_prims.schedules.pipelines import pipeline_plan
-    >>> price(pipeline_plan("1f1b", ranks=2, num_microbatches=8)).makespan
-    27.0
-    """
+    """The cost of a plan, from the seconds of F, B and W; BW takes the sum of B and W. ``transfer``: see above."""
     seconds = _durations(plan, forward, input_grad, weight_grad)
     if not (math.isfinite(transfer) and transfer >= 0):
         raise ValueError(f"cost of plan {plan.name}: transfer={transfer} must be a finite number of seconds >= 0")
@@ -121,31 +116,33 @@ def predict(plan: PlanData, rows: Iterable[Row]) -> PipelineCost:
         spent.setdefault((row.kind, row.stage), []).append(row.end - row.begin)
 
     def mean(*kinds: str) -> list[float]:
-        every = [[spent.get((kind, stage), [0.0]) for kind in kinds] for stage in range(plan.stages)]
-        return [sum(sum(times) / len(times) for times in each) for each in every]
+        """The mean seconds of the kinds of each stage, added over the kinds."""
+        recorded = [[spent.get((kind, stage), [0.0]) for kind in kinds] for stage in range(plan.stages)]
+        return [sum(sum(times) / len(times) for times in of_stage) for of_stage in recorded]
 
     return price(plan, mean("F"), mean("B", "BW"), mean("W"))
 
 
 def _durations(plan: PlanData, forward: Seconds, input_grad: Seconds, weight_grad: Seconds) -> dict[str, list[float]]:
-    table = {"F": _each("forward", forward, plan), "B": _each("input_grad", input_grad, plan)}
-    table["W"] = _each("weight_grad", weight_grad, plan)
+    """The seconds of each kind of action: durations[kind][stage]."""
+    table = {"F": _of_stages("forward", forward, plan), "B": _of_stages("input_grad", input_grad, plan)}
+    table["W"] = _of_stages("weight_grad", weight_grad, plan)
     table["BW"] = [both + rest for both, rest in zip(table["B"], table["W"], strict=True)]
     return table
 
 
-def _each(name: str, given: Seconds, plan: PlanData) -> list[float]:
-    """Expand ``given``, one number or one a stage, to the seconds of every stage."""
-    values = np.asarray(given, np.float64)
+def _of_stages(name: str, seconds: Seconds, plan: PlanData) -> list[float]:
+    """The seconds of every stage, from one number for all stages or one for each; ``name``: for errors."""
+    values = np.asarray(seconds, np.float64)
     if values.shape not in ((), (plan.stages,)):
         raise ValueError(
             f"cost of plan {plan.name}: {name} has shape {values.shape} for {plan.stages} stages; "
             "pass one number, or one for each stage"
         )
     if not (np.isfinite(values) & (values >= 0)).all():
-        raise ValueError(f"cost of plan {plan.name}: {name}={given} must be a finite number of seconds >= 0")
-    found: list[float] = np.broadcast_to(values, plan.stages).tolist()
-    return found
+        raise ValueError(f"cost of plan {plan.name}: {name}={seconds} must be a finite number of seconds >= 0")
+    expanded: list[float] = np.broadcast_to(values, plan.stages).tolist()
+    return expanded
 
 
 def lower_bound(

@@ -26,11 +26,7 @@ __all__: list[str] = []
 
 
 def verify(plan: PlanData) -> None:
-    """Raise ScheduleError unless the plan is complete and free of deadlock.
-
-    >>> from dist_prims.schedules.pipelines import pipeline_plan
-    >>> verify(pipeline_plan("interleaved_1f1b", ranks=3, num_microbatches=7))
-    """
+    """Raise ScheduleError unless the plan is complete and free of deadlock."""
     _check_shape(plan)
     _check_actions(plan)
     _check_complete(plan)
