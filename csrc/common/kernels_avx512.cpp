@@ -1,11 +1,4 @@
 // The loops of kernels_body.h, compiled for processors with avx512.
-#include <bit>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <functional>
-#include <type_traits>
-
 #include "kernels_sets.h"
 
 #if DIST_PRIMS_X86

@@ -1,5 +1,6 @@
 // The loops of kernels.h: plain loops, which the compiler turns into vector instructions. Each kernels_<set>.cpp
-// includes this file once, in a namespace of its own; so the file has neither an include guard nor includes.
+// includes this file once, in a namespace of its own; so the file has neither an include guard nor includes:
+// kernels_sets.h has them.
 
 struct Half {
     std::uint16_t bits;

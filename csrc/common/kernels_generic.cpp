@@ -1,11 +1,4 @@
 // The loops of kernels_body.h, compiled for any processor.
-#include <bit>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <functional>
-#include <type_traits>
-
 #include "kernels_sets.h"
 
 namespace dist_prims::generic {

@@ -1,5 +1,12 @@
-// The instruction sets that the reductions are compiled for.
+// The instruction sets that the reductions are compiled for, and what kernels_body.h includes.
 #pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <type_traits>
 
 #include "types.h"
 

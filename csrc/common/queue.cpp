@@ -13,27 +13,21 @@ thread_local const Queue* served = nullptr;  // the queue whose thread this is
 
 // Marks a wait of this thread while it runs signal handlers. Scopes nest: a handler may wait in another group.
 struct InterruptionScope {
-    InterruptionScope(const Queue* queue, const char* title);
-    ~InterruptionScope();
+    InterruptionScope(const Queue* queue, const char* title)
+        : queue(queue), title(title), outer(std::exchange(innermost, this)) {}
+    ~InterruptionScope() { innermost = outer; }
     InterruptionScope(const InterruptionScope&) = delete;
 
     const Queue* const queue;
     const char* const title;  // of the job
     const InterruptionScope* const outer;
+    static inline thread_local const InterruptionScope* innermost = nullptr;  // of this thread
 };
-thread_local const InterruptionScope* innermost = nullptr;
-
-InterruptionScope::InterruptionScope(const Queue* queue, const char* title)
-    : queue(queue), title(title), outer(std::exchange(innermost, this)) {}
-
-InterruptionScope::~InterruptionScope() {
-    innermost = outer;
-}
 
 // The title of the job for which this thread waits while it runs the handler that is running now; null if there is
 // none.
 const char* title_interrupted_in(const Queue* queue) {
-    const InterruptionScope* scope = innermost;
+    const InterruptionScope* scope = InterruptionScope::innermost;
     while (scope && scope->queue != queue) scope = scope->outer;
     return scope ? scope->title : nullptr;
 }

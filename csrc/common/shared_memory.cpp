@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <string>
 #include <system_error>
-#include <utility>
 
 #include "available_memory.h"
 #include "process.h"
@@ -35,17 +34,8 @@ void throw_errno(const std::string& what) {
     throw std::system_error(error, std::generic_category(), what + remedy);
 }
 
-Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
-    std::swap(number_, other.number_);
-    return *this;
-}
-
 Descriptor::~Descriptor() {
     if (number_ >= 0) ::close(number_);
-}
-
-int Descriptor::release() {
-    return std::exchange(number_, -1);
 }
 
 FileId id_of(const Descriptor& file) {

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 
 namespace dist_prims {
 
@@ -22,11 +23,14 @@ class Descriptor {
 public:
     explicit Descriptor(int number = -1) : number_(number) {}
     Descriptor(Descriptor&& other) noexcept : number_(other.release()) {}
-    Descriptor& operator=(Descriptor&& other) noexcept;
+    Descriptor& operator=(Descriptor&& other) noexcept {
+        std::swap(number_, other.number_);
+        return *this;
+    }
     ~Descriptor();
 
     int get() const { return number_; }
-    int release();
+    int release() { return std::exchange(number_, -1); }
 
 private:
     int number_;

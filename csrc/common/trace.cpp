@@ -73,7 +73,6 @@ std::uint32_t thread_number() {
     return trace_context.thread;
 }
 
-// Completes a slot, after all else in it was written.
 void store_kind(std::byte* slot, TraceKind kind) {
     auto& slot_kind = *reinterpret_cast<TraceKind*>(slot + offsetof(TraceEvent, kind));
     std::atomic_ref(slot_kind).store(kind, std::memory_order_release);

@@ -61,18 +61,6 @@ std::byte* Arena::take(std::size_t bytes) {
     return begin ? mapping_.data() + *begin : nullptr;
 }
 
-void Arena::give_back(const std::byte* data, std::size_t bytes) {
-    free_.give_back(offset_of(data), bytes);
-}
-
-void Arena::reserve(const std::byte* data, std::size_t bytes) const {
-    dist_prims::reserve(file_, offset_of(data), bytes);
-}
-
-void Arena::discard(const std::byte* data, std::size_t bytes) const noexcept {
-    dist_prims::discard(file_, offset_of(data), bytes);
-}
-
 void Arena::make_private(std::byte* data, std::size_t bytes, std::size_t begin, std::size_t end) const {
     // A private mapping of the same pages takes their place in one step. The kernel copies a page when this process
     // first stores to it: copy_page() makes it do so now, before another process can change the page.

@@ -29,10 +29,12 @@ public:
 
     // A range of addresses without pages; null if there is no space. take() and give_back() are not thread-safe.
     std::byte* take(std::size_t bytes);
-    void give_back(const std::byte* data, std::size_t bytes);
+    void give_back(const std::byte* data, std::size_t bytes) { free_.give_back(offset_of(data), bytes); }
 
-    void reserve(const std::byte* data, std::size_t bytes) const;
-    void discard(const std::byte* data, std::size_t bytes) const noexcept;
+    void reserve(const std::byte* data, std::size_t bytes) const { dist_prims::reserve(file_, offset_of(data), bytes); }
+    void discard(const std::byte* data, std::size_t bytes) const noexcept {
+        dist_prims::discard(file_, offset_of(data), bytes);
+    }
     // Replaces the pages at these addresses by private copies, which other processes neither see nor write. Stores of
     // other threads of this process are not lost. The pages of the file between data + begin and data + end are freed
     // as they are copied, so that the memory is not needed twice.

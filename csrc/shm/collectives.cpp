@@ -21,8 +21,7 @@ void traced_transfer(std::byte* to, const std::byte* from, std::size_t bytes) {
     transfer(to, from, bytes);
 }
 
-// The bytes of segment `number`, if `bytes` are cut into segments of `length`. Ranks may have blocks of different
-// lengths: a segment behind the end of a block is empty.
+// The bytes of segment `number`, if `bytes` are cut into segments of `length`; 0 behind the end.
 std::size_t segment_bytes(std::size_t bytes, std::size_t length, std::size_t number) {
     const std::size_t begin = number * length;
     return begin >= bytes ? 0 : std::min(length, bytes - begin);
@@ -127,8 +126,7 @@ private:
     const std::size_t count_, element_, ranks_, chunk_;  // elements in all, bytes of one; bytes of a chunk in the slot
 };
 
-// One phase: each rank posts all of its data, and reduces the data of all ranks. `out` is null on a rank that gets no
-// result.
+// Each rank posts all of its data, and reduces the data of all ranks. `out`: null on a rank that gets no result.
 void one_shot(SlotExchange& slots, DType dtype, Op op, const std::byte* in, std::byte* out, std::size_t count) {
     const std::size_t bytes = count * size_of(dtype);
     traced_transfer(slots.mine(), in, bytes);
@@ -188,7 +186,7 @@ void all_reduce(HostSegment& host_segment, DType dtype, Op op, const std::byte* 
     if (bytes <= std::min(host_segment.one_shot, slots.capacity())) return one_shot(slots, dtype, op, in, out, count);
     TwoShot two_shot(slots, dtype, op, in, count);
     if (!mine.is_shared()) {
-        // If other ranks have shared tensors, they use the first phase to see that this rank has none.
+        // Ranks that have shared tensors see in the first phase that this rank has none.
         if (!two_shot.run(out, true)) two_shot.run(out, false);
         return;
     }

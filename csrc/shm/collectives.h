@@ -21,10 +21,9 @@ using Places = std::vector<std::byte*>;        // one address for each rank, whi
 // so the error is the same on all ranks. `rank`: this rank; `what`: the collective.
 void must_match(int rank, const char* what, int from, std::uint64_t sent, int to, std::uint64_t awaited);
 
-// The functions below run one collective each, on the calling thread. All ranks must have opened the call
-// (SlotExchange::open()). A function returns when the result is complete and the input may be written again.
-// in, out: this rank's data and result. Blocks and Places have one address for each rank; on ranks that send or receive
-//     nothing (gather, scatter) they are empty.
+// Each function runs one collective, on the calling thread. All ranks must have opened the call (SlotExchange::open()).
+// A function returns when the result is complete and the input may be written again.
+// in, out: this rank's data and result; empty Blocks or Places on a rank that sends or receives none.
 // count, counts: elements. bytes, outgoing, incoming: bytes.
 // mine: the reference in this rank's call. If the data of all ranks is in shared tensors, it is reduced there, in
 // place.

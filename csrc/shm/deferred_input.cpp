@@ -9,10 +9,6 @@
 
 namespace dist_prims {
 
-Range Range::within(Range other) const {
-    return {std::max(begin, other.begin), std::min(end, other.end)};
-}
-
 Range share_of(std::size_t rank, std::size_t ranks, std::size_t bytes) {
     const std::size_t lines = (bytes + kCacheLine - 1) / kCacheLine;
     const auto edge = [&](std::size_t number) { return std::min(number * lines / ranks * kCacheLine, bytes); };

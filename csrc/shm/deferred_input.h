@@ -6,6 +6,7 @@
 //     rank 1's shared tensor   | its part of all, but | (deferred)   |      deferred[0] + shared[1], into both tensors
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <memory>
 #include <vector>
@@ -18,7 +19,7 @@ struct Range {
     std::size_t begin = 0, end = 0;
 
     bool empty() const { return begin >= end; }
-    Range within(Range other) const;  // the intersection
+    Range within(Range other) const { return {std::max(begin, other.begin), std::min(end, other.end)}; }
 };
 
 // The range of `bytes` that a rank reduces. Shares end at cache lines.

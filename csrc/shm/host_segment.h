@@ -24,10 +24,9 @@ struct HostSegment {
                SharedLog::bytes(size);
     }
 
-    // For tests: where the counters in new memory begin. To be called before a rank uses the memory.
+    // For tests: sets the counters in new memory, before a rank uses it.
     struct Counters {
-        std::uint64_t phase = 0;
-        std::uint64_t ring = 0;  // the bytes written to and read from each ring buffer; a multiple of 64
+        std::uint64_t phase = 0, ring = 0;  // ring: bytes written to and read from each ring buffer; a multiple of 64
         std::uint32_t wakes = 0;
         std::uint64_t heartbeats = 0;
     };
@@ -56,8 +55,8 @@ struct HostSegment {
     HostSegment(const HostSegment&) = delete;
 
 private:
-    const std::shared_ptr<Membership>
-        shared_membership_;  // shared with the progress thread of p2p, which may outlive this object
+    // Shared with the progress thread of p2p, which may outlive this object.
+    const std::shared_ptr<Membership> shared_membership_;
     const std::shared_ptr<PointToPoint> shared_p2p_;
 
 public:
@@ -72,8 +71,8 @@ public:
     PointToPoint& p2p;
     SharedLog log;
     Importer importer;
-    std::size_t one_shot =
-        32 << 10;  // bytes up to which one phase, in which every rank reduces everything, is faster than two
+    // Bytes up to which one phase, in which every rank reduces everything, is faster than two.
+    std::size_t one_shot = 32 << 10;
 };
 
 }  // namespace dist_prims

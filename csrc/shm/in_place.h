@@ -31,8 +31,7 @@ MappedTensors map_tensors(HostSegment& host_segment, const std::vector<SharedTen
 // has failed in the call: that rank has withdrawn its memory, so what was read there may not be its data.
 void finish_in_place(HostSegment& host_segment, const std::byte* data, std::size_t bytes);
 
-// Returns the result of `work`. If `work` throws, calls `undo` before the error is raised; except after a Mismatch,
-// when no rank has begun to write.
+// Returns the result of `work`. If it throws, `undo` comes first; except after a Mismatch: no rank has begun to write.
 template <typename Work, typename Undo>
 auto undo_on_failure(const Work& work, const Undo& undo) {
     try {

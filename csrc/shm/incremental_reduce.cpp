@@ -132,8 +132,7 @@ void IncrementalReduce::run_collective(HostSegment& host_segment) {
     }
 }
 
-// Ends the sum after a failure: from now on this object writes to this rank's data only, and other ranks cannot reach
-// it.
+// Ends the sum after a failure: no rank writes to the data of another rank after this.
 void IncrementalReduce::abandon() {
     const std::lock_guard lock(mutex_);
     take_pieces();
@@ -141,8 +140,7 @@ void IncrementalReduce::abandon() {
     exporter_.withdraw(data_, bytes_);
 }
 
-// Begins the next round, and returns the pieces of this one. All ranks have mapped the same tensors, so all of them
-// continue or all of them throw.
+// Begins the next round, and returns the pieces of this one. All ranks know the same mappings, so all or none throw.
 DeferredInput IncrementalReduce::close_round(const MappedTensors& mapped, Stamps::All stamps) {
     const std::lock_guard lock(mutex_);
     if (!mapped_.empty() && mapped.places != mapped_.places) {

@@ -73,10 +73,6 @@ Membership::Membership(std::shared_ptr<const Mapping> memory, std::byte* place, 
     rank_state(rank).pid_namespace.store(pid_namespace(), std::memory_order_release);
 }
 
-Membership::~Membership() {
-    leave();
-}
-
 Membership::GroupState& Membership::group_state() const {
     return *reinterpret_cast<GroupState*>(place_);
 }
@@ -135,10 +131,6 @@ void Membership::leave() {
 
 bool Membership::has_left(int rank) const {
     return rank_state(rank).left.load(std::memory_order_acquire) != 0;
-}
-
-void Membership::watch(std::vector<ExitDescriptor> exits) {
-    exits_ = std::move(exits);
 }
 
 std::optional<Membership::Notice> Membership::notice() const {
@@ -202,10 +194,6 @@ std::vector<int> Membership::ended_processes(const std::function<bool(int)>& awa
     return ended;
 }
 
-std::vector<int> Membership::ended() const {
-    return ended_processes([](int) { return true; });
-}
-
 int Membership::dead_rank() const {
     const auto ended = ended_processes([this](int peer) { return !has_left(peer); });
     return ended.empty() ? -1 : ended.front();
@@ -254,8 +242,7 @@ void Membership::throw_timeout(const std::string& what, const WaitGraph::Verdict
                                                    (late_ranks.empty() ? "" : ": " + late_ranks));
 }
 
-// The verdict of the rank that has timed out: empty in a group that spans hosts, where no rank writes one. On one host
-// the group rank is the local rank.
+// The verdict of the rank that has timed out: empty in a group that spans hosts, where no rank writes one.
 WaitGraph::Verdict Membership::verdict_of(int culprit) const {
     return spans_hosts() ? WaitGraph::Verdict{} : wait_graph_.verdict(culprit);
 }

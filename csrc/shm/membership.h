@@ -61,7 +61,7 @@ public:
 
     // `place` points to bytes(size) of the shared memory.
     Membership(std::shared_ptr<const Mapping> memory, std::byte* place, int rank, int size, RankNames names = {});
-    ~Membership();
+    ~Membership() { leave(); }
     Membership(const Membership&) = delete;
 
     int rank() const { return rank_; }  // local, like every rank below that is not called a group rank
@@ -88,9 +88,11 @@ public:
     }
 
     // Watches the processes of the other ranks: `exits` has the exit descriptor of each rank (rendezvous.h).
-    void watch(std::vector<ExitDescriptor> exits);
+    void watch(std::vector<ExitDescriptor> exits) { exits_ = std::move(exits); }
     // The group ranks whose processes have ended, including ranks that had left before.
-    std::vector<int> ended() const;
+    std::vector<int> ended() const {
+        return ended_processes([](int) { return true; });
+    }
 
     // Sets a hook that every wait calls at intervals, on the waiting thread. An exception from the hook ends the wait.
     // `is_being_made`: the group is not complete, so an error about a rank that cannot be reached mentions firewalls.
@@ -136,9 +138,8 @@ public:
     // The group ranks that the error of the group names as dead, lost or late.
     std::vector<int> named_ranks() const;
 
-    // Called at intervals by a wait for the ranks for which `awaited` holds. Throws if the group has ended. Ends the
-    // group and throws if one of the awaited ranks has died or left, or if stop() or the hook of on_wait() ends the
-    // wait.
+    // Called at intervals by a wait for the ranks for which `awaited` holds. Throws, and ends the group, if one of
+    // these ranks has died or left, if the group has ended, or if stop() or the hook of on_wait() ends the wait.
     void check_failures(const std::function<bool(int)>& awaited, const What& what);
 
     // Ends the group because this rank has timed out, and throws. `what`: the timeout and the operation, as text.
@@ -146,8 +147,7 @@ public:
     [[noreturn]] void throw_timeout(const std::string& what, const WaitGraph::Verdict& late = {});
 
     WaitGraph& wait_graph() { return wait_graph_; }
-    // From now on the waits of this process in this group are published in its other groups too, and the waits in the
-    // other groups here. Every rank of the group must be a process of its own.
+    // From now on waits of this process in one of its groups count in all. Each rank must be a process of its own.
     void join_groups_of_process() {
         wait_graph_.join(WaitGraphs::of_this_process(), [this](int rank) { return process(rank); });
     }
@@ -194,8 +194,7 @@ private:
     bool is_being_made_ = false;
     std::function<void(int)> awaited_hook_;  // set in a group that spans hosts, null otherwise
     std::atomic<int> core_{kNowhere};        // what this rank has published
-    // Of WaitPolicy, for all threads of the rank: the time from which sched_yield() is tried again, and for how long it
-    // is not tried after the next slow one.
+    // Of WaitPolicy: when sched_yield() is tried again, and for how long it is not tried after the next slow one.
     std::atomic<Clock::rep> yield_again_{0}, backoff_{0};
     std::atomic<bool> stopped_{false};
 };

@@ -14,8 +14,7 @@ using namespace std::chrono_literals;
 constexpr std::size_t kAllRings = 1 << 20;                           // bytes of all ring buffers to one rank
 constexpr std::size_t kLeastRing = 16 << 10, kMostRing = 256 << 10;  // bytes of one ring buffer
 constexpr std::size_t kPiece = 32 << 10;  // bytes that are published at once: the receiver may copy them meanwhile
-// How long the progress thread leaves new requests to the threads that post them: most are waited for at once.
-constexpr auto kGrace = 100us;
+constexpr auto kGrace = 100us;            // the progress thread begins later: most requests are waited for at once
 
 struct MessageHeader {
     alignas(kCacheLine) PointToPoint::Tag tag;
@@ -33,7 +32,7 @@ std::size_t index(int rank) {
 }  // namespace
 
 // The state of one ring buffer, in front of its bytes: how many bytes were written and read in all, modulo 2^64. The
-// counts give only the number of bytes that are in the ring. The writer and the reader each keep their own offset.
+// writer and the reader each keep their own offset.
 struct PointToPoint::RingState {
     alignas(kCacheLine) std::atomic<std::uint64_t> written;
     alignas(kCacheLine) std::atomic<std::uint64_t> read;
@@ -400,8 +399,8 @@ WaitGraph::Wait PointToPoint::wait_edge(const LocalRequest& request) {
     return {kind, (request.tag & kCollectiveFlag) != 0, request.peer == kAnyone ? WaitGraph::kAnyone : request.peer};
 }
 
-// Whether a wait that a rank has published still stands: a rank that can move bytes is not blocked. The rank may change
-// one counter between the two loads; the next look of the diagnosis corrects the answer.
+// Whether a wait that a rank has published still stands: a rank that can move bytes is not blocked. A wrong answer, if
+// a counter changes between two loads, is corrected by the next look of the diagnosis.
 bool PointToPoint::is_blocked(int rank, const WaitGraph::Wait& wait) const {
     if (wait.kind == WaitGraph::WaitKind::kSend) return unread(rank, wait.peer) >= ring_bytes_;
     for (int peer = 0; peer < membership_.size(); ++peer) {

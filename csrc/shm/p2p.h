@@ -15,9 +15,8 @@
 //
 // Memory order, for any processor: the sender stores `written` after the bytes (release), and the receiver loads it
 // before it reads them (acquire). The receiver stores `read` after it has copied the bytes, and the sender loads it
-// before it overwrites them. Each counter has one writing rank, whose threads hold `mutex_`. All four accesses are
-// sequentially consistent, since waits for them end in Membership::sleep(). depends_on() loads whether a rank has left
-// before it loads the counters, so it sees all messages that the rank has sent before.
+// before it overwrites them. One rank writes each counter, and its threads hold `mutex_`. All four accesses are
+// sequentially consistent, since Membership::sleep() may wait for them. depends_on() loads `left` before the counters.
 #pragma once
 
 #include <condition_variable>

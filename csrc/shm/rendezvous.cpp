@@ -29,8 +29,7 @@ constexpr auto kTimeForHello = 1s;         // after which a silent connection is
 constexpr auto kTimeForReason = 1s;        // after a connection has ended, until the death of the process is seen
 static_assert(kMostMembers < kMostAttached);
 
-// The first packet of a rank to rank 0. The ProcessIds of the processes that the rank watches follow, and the exit
-// descriptor of the rank is attached.
+// The first packet of a rank. The ids of the processes that it watches follow; its exit descriptor is attached.
 struct Hello {
     std::array<char, 16> magic{'d', 'i', 's', 't', '_', 'p', 'r', 'i', 'm', 's', ' ', '2', 0, 0, 0, 0};
     std::array<char, kWord> word{};
@@ -38,8 +37,7 @@ struct Hello {
     std::int64_t rank = -1;
 };
 
-// A packet of rank 0 that describes ranks, each by a Member that follows. The memory, if any, and then the exit
-// descriptors are attached.
+// A packet of rank 0. A Member for each introduced rank follows. The memory, and then exit descriptors are attached.
 struct Introduction {
     std::uint64_t has_memory = 0;
 };
@@ -113,8 +111,7 @@ protected:
         return exits;
     }
 
-    // Waits until poll() reports an entry, for `longest` or less. Throws after the timeout of the rendezvous, and what
-    // `look` throws.
+    // Waits until poll() reports an entry, for `longest` or less. Throws after the timeout, and what `look` throws.
     void wait(std::vector<pollfd>& entries, Clock::duration longest) {
         auto now = Clock::now();
         if (now >= next_look_) {
@@ -198,7 +195,7 @@ public:
         const Descriptor listener = listen_at(address_of(word_), options_.size);
         publish_word(word_);
         while (!is_complete()) {
-            // 1. Wait for the listener, the processes of the ranks, or the connections: in this order.
+            // 1. Wait for the listener, the processes of the ranks, or the connections.
             std::vector<pollfd> entries{{listener.get(), POLLIN, 0}};
             for (int rank = 1; rank < options_.size; ++rank) entries.push_back(exit_entry(rank));
             for (const Connection& connection : connections_) entries.push_back({connection.socket.get(), POLLIN, 0});

@@ -11,8 +11,7 @@
 namespace dist_prims {
 namespace {
 
-// Whether the calls name the same algorithm, but with different steps. The name ends with '#' and a fingerprint of the
-// steps.
+// Whether the calls name the same algorithm with different steps: names end with '#' and a fingerprint of the steps.
 bool differ_in_steps(const Call& one, const Call& other) {
     const std::string name = one.algorithm.data(), other_name = other.algorithm.data();
     const std::size_t mark = name.rfind('#');
@@ -64,14 +63,6 @@ std::byte* SlotExchange::slot(int rank, std::uint64_t phase) const {
     return slots + (2 * static_cast<std::size_t>(rank) + (phase & 1)) * capacity_;
 }
 
-std::byte* SlotExchange::mine() {
-    return slot(rank(), phase_ + 1);
-}
-
-const std::byte* SlotExchange::theirs(int rank) const {
-    return slot(rank, phase_);
-}
-
 const Call& SlotExchange::call(int rank) const {
     return entry(rank).call[phase_ & 1];
 }
@@ -86,10 +77,6 @@ void SlotExchange::open(const Call& call, std::chrono::milliseconds timeout, boo
     own.call[(phase_ + 1) & 1] = call;
     own.number.store(call.sequence, std::memory_order_relaxed);
     own.calls.store(++calls_, std::memory_order_release);
-}
-
-void SlotExchange::check_abort() const {
-    membership_.check_abort([this] { return call_.text(); });
 }
 
 bool SlotExchange::is_behind(int rank) const {

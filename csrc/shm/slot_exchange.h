@@ -33,8 +33,7 @@
 namespace dist_prims {
 
 // Throws Mismatch. Every rank calls it when the calls of two ranks differ.
-// rank: this rank.
-// first, first_call, second, second_call: the two ranks and their calls.
+// `rank`: this rank; the others: the two ranks and their calls.
 [[noreturn]] void throw_mismatch(int rank, int first, const Call& first_call, int second, const Call& second_call);
 
 class SlotExchange {
@@ -54,23 +53,23 @@ public:
     std::size_t capacity() const { return capacity_; }
 
     // Announces the call that this rank is about to make. The next phase() compares the announcements of all ranks and
-    // throws Mismatch on every rank if two differ, unless `compares` is false. The timeout begins with the first wait
-    // that is long.
+    // throws Mismatch on every rank if two differ, unless `compares` is false. The timeout begins with a long wait.
     void open(const Call& call, std::chrono::milliseconds timeout, bool compares = true);
     // Restarts the timeout for the rest of the call.
     void restart_timeout() { deadline_ = Clock::time_point{}; }
 
     // This rank's slot for the data of the next phase: capacity() bytes.
-    std::byte* mine();
+    std::byte* mine() { return slot(rank(), phase_ + 1); }
     // Posts mine(), and waits until all ranks have posted.
     void phase();
     // The slot of a rank in the last phase. Valid until this rank's next phase.
-    const std::byte* theirs(int rank) const;
+    const std::byte* theirs(int rank) const { return slot(rank, phase_); }
     // Throws if the group has ended.
-    void check_abort() const;
+    void check_abort() const {
+        membership_.check_abort([this] { return call_.text(); });
+    }
 
-    // The functions below are valid between the first and the second phase of a call.
-    // The call that a rank has opened.
+    // The call that a rank has opened. Valid between the first and the second phase of a call, like all that follow.
     const Call& call(int rank) const;
     // The first rank whose call differs from that of rank 0, or -1.
     int differing_rank() const;

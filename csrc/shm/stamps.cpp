@@ -26,10 +26,6 @@ Stamps::Stamps() : Stamps(random_number()) {}
 Stamps::Stamps(std::uint64_t random)
     : exporter_(Exporter::instance()), page_(exporter_.allocate(kCount * sizeof(Stamp))), token_(random >> 1) {}
 
-Stamps::~Stamps() {
-    exporter_.release(page_);
-}
-
 void Stamps::set(std::size_t number, std::uint64_t round) {
     if (number < kCount) stamp(page_, number).store(token_ + round, std::memory_order_release);
 }

@@ -41,7 +41,7 @@ public:
 
     Stamps();
     explicit Stamps(std::uint64_t random);  // for tests: with the token that is made of this number
-    ~Stamps();
+    ~Stamps() { exporter_.release(page_); }
     Stamps(const Stamps&) = delete;
 
     void set(std::size_t number, std::uint64_t round);

@@ -166,8 +166,8 @@ WaitGraph::Waits WaitGraph::published_waits(int rank) const {
     return waits;
 }
 
-// The collectives of the ranks that have posted the fewest phases; none if `rank` is one of these ranks. A rank with
-// more phases, but fewer than `rank`, waits for these ranks itself, so it is left out.
+// The collectives of the ranks that have posted the fewest phases; none if `rank` is one of these ranks. All other
+// ranks wait for these ranks.
 WaitGraph::Nodes WaitGraph::ranks_behind(int rank) const {
     std::vector<std::uint64_t> phases;
     for (int peer = 0; peer < size_; ++peer) phases.push_back(position_(peer).phase);
@@ -180,7 +180,7 @@ WaitGraph::Nodes WaitGraph::ranks_behind(int rank) const {
     return nodes;
 }
 
-// The nodes for which a wait for a message waits. A receive from any rank waits for all other ranks.
+// A receive from any rank waits for all other ranks.
 WaitGraph::Nodes WaitGraph::awaited_nodes(int rank, const Wait& wait) const {
     if (wait.peer != kAnyone) return {{wait.peer, wait.in_collective}};
     Nodes nodes;
@@ -235,8 +235,7 @@ WaitGraph::Nodes WaitGraph::edges_from(const Node& node, const std::vector<std::
     return nodes;
 }
 
-// A depth-first search from the visited nodes. Nodes without edges are late. If there are none, all paths end in
-// circles, and the first circle is a deadlock.
+// A depth-first search. Nodes without edges are late. If there are none, the first circle is a deadlock.
 class WaitGraph::Search {
 public:
     Search(const WaitGraph& graph, const std::vector<std::uint64_t>& since)
@@ -402,8 +401,7 @@ bool LocalDiagnosis::is_final(const WaitGraph& graph, const WaitGraph::Waits& wa
     }
     const WaitGraph::Verdict previous = std::exchange(verdict_, graph.find_late(waits, heartbeats_));
     if (is_first || !verdict_.names_the_same(previous)) unchanged_since_ = now;
-    // 2. A verdict without stopped ranks is final once it has settled. Stopped ranks may only be slow: they become the
-    // verdict at the end of the diagnosis.
+    // 2. A verdict without stopped ranks is final once it has settled. Stopped ranks may only be slow, so they wait.
     const auto settling = std::clamp(timeout / 4, kLeastSettling, kMostSettling);
     const bool is_over = now - began_ >= kLongestInSettlings * settling;
     const WaitGraph::Verdict silent = silent_ranks(graph);

@@ -218,9 +218,8 @@ class LocalDiagnosis {
 public:
     static constexpr std::chrono::seconds kLongest{1};  // the duration of a diagnosis
 
-    // To be called repeatedly after the timeout, with what the thread waits for. Returns true when the verdict is
-    // final: the verdict has been the same for a while, in which ranks that begin to wait publish their waits, or the
-    // time for the diagnosis is over.
+    // To be called repeatedly after the timeout. Returns true when the verdict is final: it has been the same for a
+    // while, in which ranks that begin to wait publish their waits, or the time for the diagnosis is over.
     bool is_final(const WaitGraph& graph, const WaitGraph::Waits& waits, std::chrono::milliseconds timeout);
     const WaitGraph::Verdict& verdict() const { return verdict_; }
 
