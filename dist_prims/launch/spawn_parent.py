@@ -159,9 +159,10 @@ class RankProcesses:
             self._read_notices()
         raised = sorted((rank for rank in self.ranks if rank.kind == RAISED), key=lambda rank: rank.when)
         ended = [rank for rank in ended if rank.has_died()]
-        # 2. If all have started and ``min_ranks`` are left, the others go on after a death.
-        have_started = all(rank.kind is not None for rank in self.ranks)  # before, the others would wait for a lost one
-        if have_started and not raised and len(self.ranks) - len(ended) >= self.min_ranks:
+        # 2. If ``min_ranks`` are left, the others go on after deaths in the function. A rank that has died before it
+        # had joined the group fails the call, because the others would wait for it.
+        died_later = all(rank.kind is not None for rank in ended)
+        if died_later and not raised and len(self.ranks) - len(ended) >= self.min_ranks:
             for rank in ended:
                 rank.is_lost = True
             return

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ranks import children
 
 import dist_prims
-from dist_prims.launch import RankFailedError, spawn_parent
+from dist_prims.launch import RankFailedError, spawn_child, spawn_parent
 
 
 @pytest.fixture(autouse=True)
@@ -240,6 +240,23 @@ def test_ranks_that_do_not_start_are_named() -> None:
     ) as caught:
         dist_prims.spawn(dist.get_rank, 2, backend=slow_to_join(1000), start_timeout=1, timeout=60)
     assert "time.sleep(seconds)" in str(caught.value) or "in make" in str(caught.value)
+
+
+def test_a_rank_that_dies_before_the_last_one_begins_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent had not yet the notice of each rank when one died in the function, and the call failed."""
+
+    def notify_late(spec: spawn_child.RankSpec, *notice: int) -> None:
+        time.sleep(0.5 if spec.rank == 2 else 0)
+        notify(spec, *notice)
+
+    def die_on_rank_1() -> int:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return dist.get_rank()
+
+    notify = spawn_child._notify
+    monkeypatch.setattr(spawn_child, "_notify", notify_late)
+    assert dist_prims.spawn(die_on_rank_1, 3, backend="dist_prims", timeout=60, min_ranks=2) == [0, None, 2]
 
 
 @pytest.mark.parametrize("min_ranks", [None, 2])
