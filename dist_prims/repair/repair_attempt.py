@@ -50,6 +50,7 @@ _SHORTEST_INTERVAL, _LONGEST_INTERVAL = 0.0002, 0.005  # seconds between looks
 _FIRST_PROBE = 0.02  # seconds until the first probe of the processes on other hosts
 _CALL_TIME = 1.0  # seconds for a server of registers to answer
 _TIME_FOR_MAJORITY = 10.0  # seconds for paused servers of registers to go on
+_TIME_TO_COMPLETE = 1.0  # seconds for other ranks to complete a call of the old group that this rank has completed
 _FEW_DESCRIPTORS = 16  # fewer are left where a call has failed for want of one: it has closed what it had opened
 
 T = TypeVar("T")
@@ -99,6 +100,9 @@ class RepairAttempt:
         self._probe = ProcessProbe(self._made.addresses, _FIRST_PROBE) if self._spans_hosts else None
         self._round = 0
         self._error: Exception | None = None
+        # Whether calls of the old group that wait for this rank must end. Otherwise ranks of other hosts would take
+        # part only after their timeouts, when the others have gone on without them.
+        self.ends_old_group = False
         self.backend: Any = None  # of the new group
         self.store: Any = None
 
@@ -193,6 +197,9 @@ class RepairAttempt:
         """Return what there is to see, or wait until it has changed."""
         interval = _SHORTEST_INTERVAL
         while (view := self._view()) == self._last_view and wait:
+            if self.ends_old_group and time.monotonic() - self._began > min(_TIME_TO_COMPLETE, self._timeout / 4):
+                self._old.end_on_all_hosts()
+                self.ends_old_group = False
             time.sleep(interval)
             interval = min(2 * interval, _LONGEST_INTERVAL)
         if view != self._last_view:

@@ -44,6 +44,25 @@ def test_a_rank_dies_as_it_makes_the_group(layout: str, tmp_path: Path, monkeypa
     assert run_ranks(body, 5, tmp_path, join=False) == [3, 3, -signal.SIGKILL, 3, -signal.SIGKILL]
 
 
+@pytest.mark.parametrize("layout", ["abc", "aab"])
+def test_one_rank_alone_has_an_error(layout: str, tmp_path: Path) -> None:
+    """The ranks of other hosts waited for it until their timeouts, and it had gone on without them before."""
+
+    def body(rank: int) -> Any:
+        os.environ["DIST_PRIMS_HOST_ID"] = layout[rank]
+        join_at_rank_0(rank, 3, tmp_path)
+        total()
+        if rank != 1:
+            with pytest.raises(CommError, match=r"rank 1 .*has left the group"):
+                total()
+        dist_prims.shrink(timeout=10)
+        found = total()
+        dist.barrier()  # rank 0 serves the store
+        return found
+
+    assert run_ranks(body, 3, tmp_path, join=False) == [3, 3, 3]
+
+
 @pytest.mark.slow
 def test_a_pause_of_most_servers(tmp_path: Path) -> None:
     """Servers of registers that do not answer for 2.5 s are not lost."""

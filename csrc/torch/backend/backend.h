@@ -66,6 +66,8 @@ public:
     // Ends the group on this rank, and tells the other ranks. Calls and messages that are not done raise.
     void shutdown() override;
     void abort() override { shutdown(); }
+    // Ends the group on all hosts: the calls and messages of other hosts raise at once, those in flight included.
+    void end_on_all_hosts() { execution_->forward_leave(); }
     bool spans_hosts() const { return execution_->spans_hosts(); }
     // The ranks of this host whose processes have ended.
     std::vector<int> ended() const { return host_segment_->membership.ended(); }

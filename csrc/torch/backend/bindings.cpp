@@ -257,6 +257,7 @@ PYBIND11_MODULE(_backend, module) {
         .def("use_uuid", &PrimsBackend::use_uuid, py::arg("uuid"))
 #endif
         .def("set_timeout", &PrimsBackend::setTimeout, Free())
+        .def("end_on_all_hosts", &PrimsBackend::end_on_all_hosts, Free())
         .def("named_ranks", &PrimsBackend::named_ranks, Free())
         .def("cut_links", &PrimsBackend::cut_links, Free())
         .def("number_from", &PrimsBackend::number_from, py::arg("first"))
