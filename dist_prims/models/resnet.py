@@ -12,10 +12,6 @@ it has in the whole, so that a stage's ``state_dict`` is a part of the model's.
 ('fc', False, torch.Size([2, 10]))
 
 (The outputs differ because the first was in training mode, where a batch is normalised by its own statistics.)
-
->>> with torch.device("meta"):  # without memory for the parameters
-...     [len(make().layers()) for make in (resnet18, resnet34, resnet50, resnet101, resnet152)]
-[15, 23, 23, 40, 57]
 """
 
 from __future__ import annotations
@@ -134,27 +130,51 @@ class ResNet(nn.Module):
 
 
 def resnet18(num_classes: int = 1000, *, in_channels: int = 3, small_images: bool = False) -> ResNet:
-    """ResNet-18; with the arguments of :class:`ResNet`."""
+    """ResNet-18; with the arguments of :class:`ResNet`.
+
+    >>> sum(parameter.numel() for parameter in resnet18().parameters())
+    11689512
+    """
     return ResNet(BasicBlock, (2, 2, 2, 2), num_classes, in_channels=in_channels, small_images=small_images)
 
 
 def resnet34(num_classes: int = 1000, *, in_channels: int = 3, small_images: bool = False) -> ResNet:
-    """ResNet-34; with the arguments of :class:`ResNet`."""
+    """ResNet-34; with the arguments of :class:`ResNet`.
+
+    >>> with torch.device("meta"):
+    ...     len(resnet34().layers())
+    23
+    """
     return ResNet(BasicBlock, (3, 4, 6, 3), num_classes, in_channels=in_channels, small_images=small_images)
 
 
 def resnet50(num_classes: int = 1000, *, in_channels: int = 3, small_images: bool = False) -> ResNet:
-    """ResNet-50; with the arguments of :class:`ResNet`."""
+    """ResNet-50; with the arguments of :class:`ResNet`.
+
+    >>> with torch.device("meta"):
+    ...     len(resnet50().layers())
+    23
+    """
     return ResNet(Bottleneck, (3, 4, 6, 3), num_classes, in_channels=in_channels, small_images=small_images)
 
 
 def resnet101(num_classes: int = 1000, *, in_channels: int = 3, small_images: bool = False) -> ResNet:
-    """ResNet-101; with the arguments of :class:`ResNet`."""
+    """ResNet-101; with the arguments of :class:`ResNet`.
+
+    >>> with torch.device("meta"):
+    ...     len(resnet101().layers())
+    40
+    """
     return ResNet(Bottleneck, (3, 4, 23, 3), num_classes, in_channels=in_channels, small_images=small_images)
 
 
 def resnet152(num_classes: int = 1000, *, in_channels: int = 3, small_images: bool = False) -> ResNet:
-    """ResNet-152; with the arguments of :class:`ResNet`."""
+    """ResNet-152; with the arguments of :class:`ResNet`.
+
+    >>> with torch.device("meta"):
+    ...     len(resnet152().layers())
+    57
+    """
     return ResNet(Bottleneck, (3, 8, 36, 3), num_classes, in_channels=in_channels, small_images=small_images)
 
 

@@ -166,7 +166,7 @@ class Graph:
         return self._routes[src, dst]
 
     def route(self, src: int, dst: int) -> tuple[Link, ...]:
-        """The links that a message between two ranks passes; see :mod:`.graph` for which."""
+        """The links that a message between two ranks passes."""
         if not (0 <= src < self.ranks and 0 <= dst < self.ranks):
             raise ValueError(f"route({src}, {dst}): ranks are 0..{self.ranks - 1}")
         return tuple(self.links[number] for number in self.route_numbers(src, dst))

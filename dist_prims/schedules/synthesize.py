@@ -81,14 +81,13 @@ def synthesize(
 ) -> Synthesis:
     """Find a schedule for a collective on a graph; prove it and price it beside the registered algorithms.
 
-    Args:
-        graph: the ranks and links.
-        collective: "all_gather", "reduce_scatter", "all_reduce" or "broadcast".
-        nbytes: the size of the data.
-        chunks: the most chunks of each rank, or of the root of a broadcast; by default 64 for a broadcast, else 16, or
-            fewer for more than 64 ranks.
-        root: of a broadcast.
-        seed: the same seed finds the same schedule.
+    - ``graph``: the ranks and links.
+    - ``collective``: "all_gather", "reduce_scatter", "all_reduce" or "broadcast".
+    - ``nbytes``: the size of the data.
+    - ``chunks``: the most chunks of each rank, or of the root of a broadcast; by default 64 for a broadcast, else 16,
+      or fewer for more than 64 ranks.
+    - ``root``: of a broadcast.
+    - ``seed``: the same seed finds the same schedule.
 
     >>> from dist_prims.schedules import Graph, synthesize
     >>> found = synthesize(Graph.torus(3, 3), "all_gather", 16e6)
