@@ -46,7 +46,8 @@ public:
 
     void set(std::size_t number, std::uint64_t round);
 
-    // announce() writes the announcement of this rank before a phase; announced() reads those of all ranks after it.
+    // announce() writes this rank's announcement before a phase; announced() reads the announcements of all ranks after
+    // the phase.
     void announce(SlotExchange& slots) const;
     static std::vector<Announcement> announced(const SlotExchange& slots);
     // Maps the stamps of all ranks, as map_tensors() of in_place.h.

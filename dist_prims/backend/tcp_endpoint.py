@@ -19,7 +19,6 @@ from ..rendezvous.network import (
     listen,
     own_addresses,
 )
-from ..rendezvous.network import own_address as own_address
 from ..rendezvous.rank_values import from_rank_0, make_and_publish
 from .extension import extension
 

@@ -61,7 +61,7 @@ class RankProcesses:
     def __init__(
         self, size: int, start_timeout: float, timeout: float | None, prefix: bool | None, min_ranks: int
     ) -> None:
-        """The parameters are those of :func:`dist_prims.spawn`; ``size`` is the number of ranks."""
+        """The parameters are described at :func:`dist_prims.spawn`; ``size`` is the number of ranks."""
         self.start_timeout, self.timeout, self.min_ranks = start_timeout, timeout, min_ranks
         self.store = _anonymous_file("store")
         self.notices, self.notices_end = os.pipe()

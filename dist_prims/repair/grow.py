@@ -32,12 +32,11 @@ from ..agreement import broadcast_value, check_failures, failure_text
 from ..backend.create import made_group, make_group
 from ..backend.options import BackendOptions
 from ..backend.origin import GroupRequest, Origin, Repairs, Trait
-from ..backend.tcp_endpoint import own_address
 from ..rendezvous.deadline import call_in_thread, until
 from ..rendezvous.group_secret import secret_of_group, would_lose_secret
 from ..rendezvous.handshake import EARLIER_VERSION, signed, verified, version, warn
 from ..rendezvous.hosts import host_id, network_number
-from ..rendezvous.network import is_loopback, split_address
+from ..rendezvous.network import is_loopback, own_address, split_address
 from ..rendezvous.secret import REMEDY, Secret
 from ..rendezvous.served import connect, open_store
 from ..torch_compat import default_group, install_default_group, replace_group, timeout_of

@@ -32,12 +32,12 @@ import torch.distributed as dist
 
 from ..backend.create import find_made_group, made_group, make_group
 from ..backend.origin import GroupRequest, Origin, Trait
-from ..backend.tcp_endpoint import own_address
 from ..backend_name import NAME
 from ..errors import CommError, PeerDiedError
 from ..rendezvous.deadline import call_in_thread
 from ..rendezvous.group_secret import would_lose_secret
 from ..rendezvous.handshake import warn
+from ..rendezvous.network import own_address
 from ..rendezvous.secret import REMEDY, remembered
 from ..rendezvous.served import open_store, served_store
 from ..torch_compat import count_groups_from, default_group, group_count, known_groups, replace_members

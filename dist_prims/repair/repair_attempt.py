@@ -17,10 +17,9 @@ import torch.distributed as dist
 from ..backend.create import find_made_group, made_group, make_group
 from ..backend.origin import Origin
 from ..backend.quorum_ranks import quorum_ranks
-from ..backend.tcp_endpoint import own_address
 from ..errors import CommError, LeftOutError
 from ..rendezvous.deadline import call_in_thread
-from ..rendezvous.network import LOOPBACK, split_address
+from ..rendezvous.network import LOOPBACK, own_address, split_address
 from ..rendezvous.register_server import GroupRegisters, RegisterClient
 from ..rendezvous.served import open_store, served_store
 from ..torch_compat import default_group
@@ -67,7 +66,9 @@ class RepairAttempt:
     ``name`` is the name of the new group. ``timeout`` is in seconds: the longest time in which nothing happens.
     ``agreement`` names the registers: each agreement of a group has its own. ``newcomers`` is the number of further
     ranks of the new group; ``is_remote``: some of them are on other hosts, which cannot reach the loopback address.
-    ``serving`` is called with the address of the store on the rank that serves it.
+    ``serving`` is called with the address of the store on the rank that serves it. ``ends_old_group``: calls of the old
+    group that wait for this rank end soon. Otherwise ranks of other hosts would take part only after their timeouts,
+    when the others have gone on without them.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class RepairAttempt:
         newcomers: int = 0,
         is_remote: bool = False,
         serving: Callable[[str], None] = lambda address: None,
+        ends_old_group: bool = False,
     ) -> None:
         self._old, self._name, self._timeout = backend, name, timeout
         self._agreement, self._newcomers, self._serving = agreement, newcomers, serving
@@ -100,9 +102,7 @@ class RepairAttempt:
         self._probe = ProcessProbe(self._made.addresses, _FIRST_PROBE) if self._spans_hosts else None
         self._round = 0
         self._error: Exception | None = None
-        # Whether calls of the old group that wait for this rank must end. Otherwise ranks of other hosts would take
-        # part only after their timeouts, when the others have gone on without them.
-        self.ends_old_group = False
+        self._ends_old_group = ends_old_group
         self.backend: Any = None  # of the new group
         self.store: Any = None
 
@@ -197,9 +197,9 @@ class RepairAttempt:
         """Return what there is to see, or wait until it has changed."""
         interval = _SHORTEST_INTERVAL
         while (view := self._view()) == self._last_view and wait:
-            if self.ends_old_group and time.monotonic() - self._began > min(_TIME_TO_COMPLETE, self._timeout / 4):
+            if self._ends_old_group and time.monotonic() - self._began > min(_TIME_TO_COMPLETE, self._timeout / 4):
                 self._old.end_on_all_hosts()
-                self.ends_old_group = False
+                self._ends_old_group = False
             time.sleep(interval)
             interval = min(2 * interval, _LONGEST_INTERVAL)
         if view != self._last_view:

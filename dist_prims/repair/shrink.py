@@ -80,9 +80,8 @@ def _attempt(
     backend: Any, limit: float, excluded: frozenset[int] = frozenset()
 ) -> tuple[RepairAttempt, tuple[int, ...]]:
     name = backend.options.group_name
-    attempt = RepairAttempt(backend, next_name(name), limit, _AGREEMENT)
+    attempt = RepairAttempt(backend, next_name(name), limit, _AGREEMENT, ends_old_group=not excluded)
     backend.abort()  # this rank makes no further calls in the old group, and says so to the ranks of its host
-    attempt.ends_old_group = not excluded
     # An earlier grow() has raised here before its outcome was known. prevent() makes it fail, or raises if the other
     # ranks have that group, of which this rank is a member: it must not form another one.
     if undecided := made_group(name).undecided_grow:

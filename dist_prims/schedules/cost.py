@@ -129,7 +129,7 @@ def step_seconds(load: Load, nbytes: float, topology: Topology) -> Floats:
 
 
 def seconds_by_kind(load: Load, nbytes: float, topology: Topology, segments: int = 1) -> Seconds:
-    """The seconds of :func:`load_seconds`, by their kind: those of the slowest resource of each step or tick."""
+    """The seconds of :func:`load_seconds`, by their kind; of each step or tick the seconds of its slowest resource."""
     if segments > 1:
         return _seconds_by_kind_in_segments(load, nbytes, topology, segments)
     spent = _spent(load.rows, nbytes, topology)

@@ -21,7 +21,7 @@ from .graph import Graph
 
 __all__: list[str] = []
 
-_SOURCE = "all ranks at once", 0  # the node of a flow that ends at one rank; a tuple is no name of a switch
+_SOURCE = "all ranks at once", 0  # the source of a flow from all ranks; no switch is named by a tuple
 
 
 def cut_bound(collective: str, graph: Graph, root: int = 0) -> Fraction:

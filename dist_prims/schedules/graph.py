@@ -216,10 +216,12 @@ class Graph:
             inner_latency: seconds of a message within a host.
             inner_bandwidth: bytes a second of a rank within its host.
         """
+        if len(ranks) != len(bandwidths):
+            raise ValueError(f"Graph.hosts: {len(ranks)} hosts and {len(bandwidths)} bandwidths; give each host one")
         host_of = [host for host, number in enumerate(ranks) for _ in range(number)]
         inside = ((rank, f"host {host}") for rank, host in enumerate(host_of))
         links = _both_ways(inside, inner_latency / 2, inner_bandwidth)
-        for host, bandwidth in zip(range(len(ranks)), bandwidths, strict=True):
+        for host, bandwidth in enumerate(bandwidths):
             links += _both_ways([(f"host {host}", "network")], latency / 2, bandwidth)
         return Graph(len(host_of), links)
 

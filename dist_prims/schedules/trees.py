@@ -8,7 +8,7 @@ link with the most load. The trees are chosen one after the other by the load th
 
        slowness * (load * slowness / the most of any link) ^ power        slowness: 1 / bandwidth
 
-   so the busiest links are avoided. The load includes that of the tree itself: a chunk passes a shared link once.
+   so the busiest links are avoided. The load of the tree itself counts, too: a chunk passes a shared link once.
 2. In each round every tree is removed and grown again, in random order. The power rises from round to round, so the
    first rounds find short ways and the last ones relieve the busiest links.
 

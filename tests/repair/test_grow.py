@@ -21,8 +21,7 @@ from survivors import join_at_rank_0, run_ranks
 
 import dist_prims
 from dist_prims.backend.create import made_group
-from dist_prims.backend.tcp_endpoint import own_address
-from dist_prims.rendezvous.network import is_loopback
+from dist_prims.rendezvous.network import is_loopback, own_address
 from dist_prims.rendezvous.secret import Secret, remember
 from dist_prims.rendezvous.served import answers, serve_registers, served_store
 from dist_prims.repair.grow import _fields, _meeting

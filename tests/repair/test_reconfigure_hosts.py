@@ -17,8 +17,7 @@ from reconfigured import Meeting, needs_reconfigure, place, reconfigure, reconfi
 from survivors import run_ranks
 
 from dist_prims.backend.create import find_made_group
-from dist_prims.backend.tcp_endpoint import own_address
-from dist_prims.rendezvous.network import is_loopback
+from dist_prims.rendezvous.network import is_loopback, own_address
 from dist_prims.rendezvous.secret import Secret, remember
 from tests.repair.test_shrink import all_reduce_until_failure, die
 

@@ -157,6 +157,8 @@ def test_a_tick_takes_as_long_as_its_longest_message(seed: int, segments: int) -
 def test_ranks_of_a_schedule_and_a_graph_must_agree() -> None:
     with pytest.raises(ValueError, match="all_gather ring has 4 ranks, the graph has 5"):
         build("all_gather", "ring", 4).cost(1e6, topology=Graph.ring(5))
+    with pytest.raises(ValueError, match=r"Graph.hosts: 2 hosts and 1 bandwidths"):
+        Graph.hosts([2, 2], bandwidths=[1e9])
     with pytest.raises(ValueError, match=r"route\(0, 5\): ranks are 0..4"):
         Graph.ring(5).route(0, 5)
 

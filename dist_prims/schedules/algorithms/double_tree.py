@@ -121,7 +121,7 @@ def _load(hosts: Hosts, chunks: int = CHUNKS, reduce: bool = False) -> Iterator[
     """A parent sends to its children in turn, so each level has two kinds of steps: messages to the right, to the left.
 
     A level begins two steps after the level above it: first the pipeline fills, half a level more in each step, then
-    every edge carries a chunk in every second step. If the size is no power of two, the last levels begin together.
+    every edge carries a chunk in every second step. If the size is not a power of two, the last levels begin together.
     """
     size = hosts.size
     if size <= FEW_RANKS:
