@@ -8,6 +8,8 @@ cluster() { # NAME HOSTS RANKS RATE how command
     local how=$5 host list="" launcher=() command families=($FAMILIES)
     export HOSTS=$2 RANKS=$3 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     mount -t tmpfs tmpfs /var/run # where ip keeps the namespaces; not seen outside
+    # Open MPI names shared memory, and its daemons their folders, by process numbers, which are the same in each cluster.
+    mount -t tmpfs tmpfs /dev/shm
     # torch looks up the names of callers, which appear as ::ffff:ADDRESS; without a line that is a query to a name server
     printf '%s\n' "127.0.0.1 localhost" "::ffff:127.0.0.1 localhost.mapped" "::1 localhost" "10.0.0.254 switch" >/var/run/hosts
     mount --bind /var/run/hosts /etc/hosts
@@ -44,6 +46,8 @@ start_by_mpirun() { # HOSTS command: MPICH's or Open MPI's, which refuses root a
     fi
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
     export PRTE_MCA_plm_ssh_agent=$remote_shell
+    export TMPDIR=/var/run/tmp
+    mkdir "$TMPDIR"
     exec mpirun --host "${1//,/:$RANKS,}:$RANKS" --map-by "ppr:$RANKS:node:OVERSUBSCRIBE" -n $((HOSTS * RANKS)) "${@:2}"
 }
 
@@ -83,6 +87,10 @@ shape() { # HOST RATE
 
 ssh() { # [options] HOST command: processes of a host have its name, and do not see those of others
     while [[ $1 == -* ]]; do shift; done
+    if [[ ${TMPDIR:-} == /var/run/tmp ]]; then
+        TMPDIR+=/$1
+        mkdir -p "$TMPDIR"
+    fi
     exec ip netns exec "$1" unshare --uts --ipc --pid --fork --kill-child --mount-proc bash -c "hostname $1; ${*:2}"
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import re
 import shutil
@@ -290,7 +292,10 @@ def step(tmp_path: Path) -> Callable[..., str]:
 @pytest.mark.slow
 @needs_hosts
 def test_ranks_of_two_hosts(kind: Kind, tmp_path: Path) -> None:
-    """netns-hosts.sh takes the mpirun that is first on the PATH. It took MPICH's if torchrun was not there as well."""
+    """netns-hosts.sh takes the mpirun that is first on the PATH. It took MPICH's if torchrun was not there as well.
+
+    Two clusters run at a time: Open MPI mixed up their folders and their shared memory.
+    """
     program = tmp_path / "program.py"
     program.write_text(
         """
@@ -309,13 +314,15 @@ dist.destroy_process_group()
     )
     python = str(kind.home / "bin" / "python")
     environ = {**kind.environ, "PATH": f"{kind.home / 'bin'}:{os.environ['PATH']}"}
-    with cluster(2, 2, [python, str(program)], how="mpirun", timeout=100, env=environ) as job:
-        done = job.result()
-    assert done.returncode == 0, done.stdout + done.stderr
     name = next(name for name, each in KINDS.items() if each is kind)
-    assert sorted(done.stdout.splitlines()) == [
-        f"rank {rank} on host{rank // 2} over mpi of {name}" for rank in range(4)
-    ]
+    with contextlib.ExitStack() as stack:
+        start = functools.partial(cluster, 2, 2, [python, str(program)], how="mpirun", timeout=100, env=environ)
+        for job in [stack.enter_context(start()) for _ in range(2)]:
+            done = job.result()
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert sorted(done.stdout.splitlines()) == [
+                f"rank {rank} on host{rank // 2} over mpi of {name}" for rank in range(4)
+            ]
 
 
 @pytest.mark.slow
