@@ -1,4 +1,4 @@
-"""``prove``: verify the registered algorithms and pipelines, or the algorithms that a file registers."""
+"""``prove``: verify the registered algorithms and pipelines, or the algorithms or the schedule of a file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import traceback
 from typing import Any
 
-from ..schedules import build
+from ..schedules import Schedule, ScheduleError, build
 from ..schedules.contract import ROOTED
 from ..schedules.draw import numbers
 from ..schedules.pipelines import pipeline_plan, pipeline_plans
@@ -19,13 +19,17 @@ _PIPELINES = (*range(1, 13),)
 
 
 def add(commands: Any) -> None:
-    prove = commands.add_parser("prove", help="verify every algorithm, or the algorithms that a file registers")
-    prove.add_argument("file", nargs="?", metavar="FILE.py")
+    prove = commands.add_parser("prove", help="verify every algorithm, or those of a file")
+    prove.add_argument(
+        "file", nargs="?", metavar="FILE", help="FILE.py registers algorithms; FILE.json and FILE.xml are schedules"
+    )
     prove.add_argument("--sizes", metavar="LIST", help="e.g. 1-8 or 2,4,8 (1-33, and 64 for all algorithms)")
     prove.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
+    if given.file and given.file.endswith((".json", ".xml")):
+        return _prove_file(given.file)
     sizes = _sizes(given.sizes) if given.sizes else _SIZES[:-1] if given.file else _SIZES
     chosen = registered_by(given.file) if given.file else list(registered())
     pipelines = [] if given.file else pipeline_plans()
@@ -33,6 +37,18 @@ def run(given: argparse.Namespace) -> int:
         [_prove_one(collective, name, sizes) for collective, name in chosen]
         + [_prove_pipeline(name) for name in pipelines]
     )
+
+
+def _prove_file(path: str) -> int:
+    try:
+        schedule = Schedule.load(path)
+    except ScheduleError as error:
+        print(f"✗ {path}: {error}")
+        return 1
+    name, same_bits = schedule.algorithm, schedule.contract.same_bits
+    size = f"{schedule.size} ranks, {schedule.chunks} chunks, {len(schedule.steps)} steps"
+    print(f"✓ {path}: {schedule.collective} {name}, {size}{'' if same_bits else '; the last bits may differ by rank'}")
+    return 0
 
 
 def _sizes(text: str) -> tuple[int, ...]:

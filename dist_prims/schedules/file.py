@@ -1,4 +1,4 @@
-"""A schedule as a JSON file with named fields, so that it can be saved, compared and shipped.
+"""Schedules as files: JSON with named fields, so that they can be saved, compared and shipped, and other formats.
 
 Equal schedules have equal files. A step is a line with the columns of :class:`~.steps.Step`:
 
@@ -11,13 +11,17 @@ Equal schedules have equal files. A step is a line with the columns of :class:`~
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .contract import COLLECTIVES, ROOTED, contract
+from .formats.msccl import read_msccl
+from .formats.msccl_writer import write_msccl
+from .proof import verify
+from .schedule_error import ScheduleError
 from .steps import COLUMNS, ScheduleData, Step, Steps, most_steps
 
 __all__: list[str] = []
@@ -36,8 +40,19 @@ _KINDS: dict[str, Any] = {
 }
 
 
-def write_schedule(schedule: ScheduleData, path: str | Path) -> Path:
-    """Write a schedule, and return the path."""
+FORMATS: dict[str, Callable[[ScheduleData], str]] = {"msccl": write_msccl}
+
+
+def write_schedule(schedule: ScheduleData, path: str | Path, format: str | None = None) -> Path:
+    """Write a schedule in one of :data:`FORMATS`, by default as JSON of this library, and return the path."""
+    if format not in (None, *FORMATS):
+        raise ValueError(f"format={format!r}: it must be None or one of {', '.join(FORMATS)}")
+    text = _text(schedule) if format is None else FORMATS[format](schedule)
+    Path(path).write_text(text, encoding="utf-8")
+    return Path(path)
+
+
+def _text(schedule: ScheduleData) -> str:
     steps = [{name: getattr(step, name).tolist() for name in COLUMNS} for step in schedule.steps]
     fields = {
         "format": _FORMAT,
@@ -51,16 +66,26 @@ def write_schedule(schedule: ScheduleData, path: str | Path) -> Path:
         "parameters": dict(schedule.parameters),
     }
     lines = ",\n".join(map(json.dumps, steps))
-    Path(path).write_text(f'{json.dumps(fields)[:-1]}, "steps": [\n{lines}\n]}}\n', encoding="utf-8")
-    return Path(path)
+    return f'{json.dumps(fields)[:-1]}, "steps": [\n{lines}\n]}}\n'
 
 
 def read_schedule(path: str | Path) -> ScheduleData:
-    """Read the schedule of a file; ValueError if the file does not contain one."""
+    """Read the schedule of a file, in the format that its content has, and prove it.
+
+    ScheduleError for a wrong schedule; ValueError if the file does not contain one.
+    """
     try:
-        return _schedule(json.loads(Path(path).read_text(encoding="utf-8")))
+        text = Path(path).read_text(encoding="utf-8")
+        if text.lstrip().startswith("<"):
+            name, operations = read_msccl(text)
+            return operations.prove(name)
+        schedule = _schedule(json.loads(text))
+    except ScheduleError:
+        raise
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    verify(schedule)
+    return schedule
 
 
 def _schedule(fields: Any) -> ScheduleData:

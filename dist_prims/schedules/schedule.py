@@ -109,13 +109,16 @@ class Schedule(ScheduleData):
         """
         return write_html(schedule_page(self), path)
 
-    def save(self, path: str | Path) -> Path:
-        """Write the steps and the contract to a JSON file, and return its path."""
-        return write_schedule(self, path)
+    def save(self, path: str | Path, format: str | None = None) -> Path:
+        """Write the steps and the contract to a JSON file, and return its path.
+
+        ``format``: ``"msccl"`` writes an MSCCL algorithm as XML instead; ValueError for a collective that it lacks.
+        """
+        return write_schedule(self, path, format)
 
     @staticmethod
     def load(path: str | Path) -> Schedule:
-        """Read the schedule of a file that :meth:`save` has written, and prove it.
+        """Read the schedule of a file that :meth:`save` has written, or an MSCCL algorithm, and prove it.
 
         Raises ScheduleError for steps that are wrong, and ValueError for a file that is no schedule. To run the
         schedule, register its steps under a name on every rank.
@@ -128,9 +131,7 @@ class Schedule(ScheduleData):
         >>> build("all_reduce", "from a file", size=3).verify()
         >>> unregister("all_reduce", "from a file")
         """
-        schedule = Schedule.of(read_schedule(path))
-        schedule.verify()
-        return schedule
+        return Schedule.of(read_schedule(path))
 
     def _repr_html_(self) -> str | None:
         """The page, for a notebook; None, and so the text, for a schedule too large for a page."""

@@ -1,0 +1,397 @@
+"""MSCCL algorithms: what is proved runs in every order, and what is refused fails in some order.
+
+``Machine`` is the independent check. It reads the XML by itself and executes one step of one thread block at a time, in
+a random order. A value is the index of a piece of the data with the ranks whose contributions it contains.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict, deque
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dist_prims.cli.main import main
+from dist_prims.schedules import Schedule, ScheduleError, algorithms, build
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+Value = tuple[int, tuple[int, ...]]  # the index of a piece, and the ranks in the sum
+
+
+class WrongError(Exception):
+    """The machine has read what was never written, added what does not belong together, or cannot run the file."""
+
+
+class Machine:
+    """The GPUs of an MSCCL algorithm, with their thread blocks, connections and memory."""
+
+    def __init__(self, text: str) -> None:
+        root = ElementTree.fromstring(text)
+        self.gpus = sorted(root.findall("gpu"), key=lambda gpu: int(gpu.attrib["id"]))
+        self.size, self.chunks = len(self.gpus), int(root.attrib["nchunksperloop"])
+        self.collective, self.in_place = root.attrib["coll"].replace("_", ""), root.attrib["inplace"] == "1"
+        self.slots = 2 if root.attrib["proto"] == "Simple" else 8
+        self.block = self.chunks // self.size
+        self.blocks = [{int(tb.attrib["id"]): tb for tb in gpu.findall("tb")} for gpu in self.gpus]
+
+    def place(self, rank: int, buffer: str, index: int) -> tuple[str, int]:
+        """The memory of ``buffer[index]``: in place, the smaller of the buffers i and o is a part of the other."""
+        whole = {"allgather": "o", "reducescatter": "i"}.get(self.collective)
+        length = self.block if whole and buffer in "io" and buffer != whole else self.chunks
+        if buffer == "s":
+            length = int(self.gpus[rank].attrib["s_chunks"])
+        if not 0 <= index < length:
+            raise WrongError(f"{buffer}[{index}]")
+        if not self.in_place or buffer == "s":
+            return buffer, index
+        return "io", index + (rank * self.block if whole and buffer != whole else 0)
+
+    def start(self, rank: int) -> dict[tuple[str, int], Value]:
+        own = range(self.block if self.collective == "allgather" else self.chunks)
+        first = rank * self.block if self.collective == "allgather" else 0
+        if self.collective == "alltoall":
+            first = rank * self.chunks
+        return {self.place(rank, "i", index): (first + index, (rank,)) for index in own}
+
+    def result(self, rank: int) -> dict[tuple[str, int], Value]:
+        ranks = tuple(range(self.size))
+        if self.collective == "reducescatter":
+            return {self.place(rank, "o", at): (rank * self.block + at, ranks) for at in range(self.block)}
+        values: Callable[[int], Value] = {
+            "allreduce": lambda at: (at, ranks),
+            "allgather": lambda at: (at, (at // self.block,)),
+            "alltoall": lambda at: (
+                at // self.block * self.chunks + rank * self.block + at % self.block,
+                (at // self.block,),
+            ),
+        }[self.collective]
+        return {self.place(rank, "o", at): values(at) for at in range(self.chunks)}
+
+    def run(self, choose: Callable[[list[str]], str]) -> tuple[bool, list[str]]:
+        """Whether all ranks end with the right result, and the steps in the order in which they ran."""
+        self.memory = [self.start(rank) for rank in range(self.size)]
+        self.flags = [dict.fromkeys(blocks, -1) for blocks in self.blocks]
+        self.sent: dict[tuple[int, int, str], deque[list[Value]]] = defaultdict(deque)
+        self.owners: dict[tuple[str, int, int, str], int] = {}
+        at = {(rank, tb): 0 for rank, blocks in enumerate(self.blocks) for tb in blocks}
+        done: list[str] = []
+        while ready := {self.name(*key, step): key for key, step in at.items() if self.is_ready(*key, step)}:
+            name = choose(list(ready))
+            rank, tb = ready[name]
+            self.execute(rank, tb, self.blocks[rank][tb].findall("step")[at[rank, tb]])
+            at[rank, tb] += 1
+            done.append(name)
+        finished = all(step == len(self.blocks[rank][tb].findall("step")) for (rank, tb), step in at.items())
+        if not finished or any(self.sent.values()):
+            return False, [*done, "stuck"]
+        return all(self.memory[rank].items() >= self.result(rank).items() for rank in range(self.size)), done
+
+    def name(self, rank: int, tb: int, step: int) -> str:
+        steps = self.blocks[rank][tb].findall("step")
+        return f"rank {rank}, thread block {tb}, step {step} ({steps[step].attrib['type']})"
+
+    def connection(self, rank: int, tb: int, side: str) -> deque[list[Value]]:
+        peer, channel = int(self.blocks[rank][tb].attrib[side]), self.blocks[rank][tb].attrib["chan"]
+        if peer == rank or not 0 <= peer < self.size or self.owners.setdefault((side, rank, peer, channel), tb) != tb:
+            raise WrongError(f"{side}={peer}")
+        return self.sent[(rank, peer, channel) if side == "send" else (peer, rank, channel)]
+
+    def is_ready(self, rank: int, tb: int, step: int) -> bool:
+        steps = self.blocks[rank][tb].findall("step")
+        if step == len(steps):
+            return False
+        kind, other, needed = steps[step].attrib["type"], *(int(steps[step].attrib[name]) for name in ("depid", "deps"))
+        if other >= 0 > needed:
+            raise WrongError(f"deps={needed}")
+        if other >= 0 and self.flags[rank].get(other, -1) < needed:
+            return False
+        if kind in ("r", "rcs", "rrc", "rrs", "rrcs") and not self.connection(rank, tb, "recv"):
+            return False
+        return kind not in ("s", "rcs", "rrs", "rrcs") or len(self.connection(rank, tb, "send")) < self.slots
+
+    def execute(self, rank: int, tb: int, step: ElementTree.Element) -> None:
+        kind, memory, count = step.attrib["type"], self.memory[rank], range(int(step.attrib["cnt"]))
+        if kind != "nop":
+            src, dst = (
+                [self.place(rank, step.attrib[f"{end}buf"], int(step.attrib[f"{end}off"]) + each) for each in count]
+                if kind not in unused
+                else []
+                for end, unused in (("src", ("r", "rcs")), ("dst", ("s", "rrs")))
+            )
+            if not count or (src and dst and src != dst and set(src) & set(dst)):
+                raise WrongError("overlap")
+            received: list[Value] = []
+            if kind in ("r", "rcs", "rrc", "rrs", "rrcs"):
+                received = self.connection(rank, tb, "recv").popleft()
+                if len(received) != len(count):
+                    raise WrongError("count")
+            if any(place not in memory for place in [*src, *(dst if kind == "re" else [])]):
+                raise WrongError("nothing")
+            values = [memory[place] for place in src] or received
+            if kind in ("rrc", "rrs", "rrcs"):
+                values = [added(one, two) for one, two in zip(values, received, strict=True)]
+            if kind == "re":
+                values = [added(memory[place], value) for place, value in zip(dst, values, strict=True)]
+            memory.update(zip(dst, values, strict=False))
+            if kind in ("s", "rcs", "rrs", "rrcs"):
+                self.connection(rank, tb, "send").append(values)
+        if step.attrib["hasdep"] == "1" and kind != "nop":
+            self.flags[rank][tb] = int(step.attrib["s"])
+
+
+def added(one: Value, two: Value) -> Value:
+    if one[0] != two[0] or set(one[1]) & set(two[1]):
+        raise WrongError(f"{one} + {two}")
+    return one[0], tuple(sorted(one[1] + two[1]))
+
+
+def verdict(text: str, path: Path) -> str:
+    """The error of an algorithm; empty if it is proved."""
+    path.write_text(text)
+    try:
+        Schedule.load(path)
+    except ValueError as error:
+        return str(error) if isinstance(error, ScheduleError) else f"refused: {error}"
+    return ""
+
+
+def last(late: str) -> Callable[[list[str]], str]:
+    """A choice of the first step, but of the step ``late`` only if no other one can run."""
+    return lambda ready: next((name for name in ready if name != late), late)
+
+
+def machine_agrees(text: str, error: str, chance: random.Random) -> bool:
+    """Whether the machine finds what the verdict says: a right result in every order, or the failure."""
+    try:
+        machine = Machine(text)
+        if race := re.match(r"race: (.*?\)) \w+ .*? of rank \d+, (.*?\)) ", error):
+            # Either of the two comes first, if the other one waits as long as it can.
+            orders = []
+            for late in race.groups():
+                others = machine.run(last(late))[1]
+                orders.append([each for each in others if each in race.groups()])
+            return orders[0] == orders[1][::-1] and len(set(orders[0])) == 2
+        runs = [machine.run(chance.choice) for _ in range(2 if error else 8)]
+    except WrongError:
+        return bool(error)
+    if error.startswith("deadlock"):
+        return all(done[-1:] == ["stuck"] for _, done in runs)
+    return all(is_right == (not error) for is_right, _ in runs)
+
+
+def step(
+    number: int, kind: str, src: str = "i0", dst: str = "i0", dep: tuple[int, int] = (-1, -1), has: int = 0
+) -> str:
+    return (
+        f'<step s="{number}" type="{kind}" srcbuf="{src[0]}" srcoff="{src[1:]}" dstbuf="{dst[0]}" dstoff="{dst[1:]}" '
+        f'cnt="1" depid="{dep[0]}" deps="{dep[1]}" hasdep="{has}"/>'
+    )
+
+
+def algo(name: str, coll: str, chunks: int, blocks: list[list[str]], inplace: int, scratch: int = 0) -> str:
+    gpus = "".join(
+        f'<gpu id="{rank}" i_chunks="{chunks}" o_chunks="{chunks}" s_chunks="{scratch}">{"".join(texts)}</gpu>'
+        for rank, texts in enumerate(blocks)
+    )
+    return (
+        f'<algo name="{name}" proto="LL" nchannels="1" nchunksperloop="{chunks}" ngpus="{len(blocks)}" coll="{coll}" '
+        f'inplace="{inplace}">{gpus}</algo>'
+    )
+
+
+def fused_ring(size: int, inplace: int) -> str:
+    """A ring all_reduce with one thread block a rank that receives, adds and sends in one step."""
+    blocks = []
+    for rank in range(size):
+        own = [(rank - step) % size for step in range(2 * size - 1)]
+        kinds = ["s", *["rrs"] * (size - 2), "rrcs", *["rcs"] * (size - 2), "r"]
+        steps = [step(at, kind, f"i{own[at]}", f"o{own[at]}") for at, kind in enumerate(kinds)]
+        send, receive = (rank + 1) % size, (rank - 1) % size
+        blocks.append([f'<tb id="0" send="{send}" recv="{receive}" chan="0">{"".join(steps)}</tb>'])
+    return algo("fused_ring", "allreduce", size, blocks, inplace)
+
+
+def one_shot(size: int) -> str:
+    """Each rank receives the data of all others in scratch, one thread block a peer, and the first adds it up."""
+    blocks = []
+    for rank in range(size):
+        peers = [peer for peer in range(size) if peer != rank]
+        texts = []
+        for tb, peer in enumerate(peers):
+            steps = [step(0, "s", "i0", "s0"), step(1, "r", "i0", f"s{peer}", has=1)]
+            if tb == 0:
+                steps += [step(1 + other, "nop", dep=(other, 1)) for other in range(1, len(peers))]
+                steps += [step(len(steps) + at, "re", f"s{each}", "i0") for at, each in enumerate(peers)]
+            texts.append(f'<tb id="{tb}" send="{peer}" recv="{peer}" chan="0">{"".join(steps)}</tb>')
+        blocks.append(texts)
+    return algo("one_shot", "allreduce", 1, blocks, 1, size)
+
+
+def exported(collective: str, name: str, size: int, folder: Path) -> str:
+    return build(collective, name, size).save(folder / "one.xml", "msccl").read_text()
+
+
+BASES: dict[str, Callable[[Path], str]] = {
+    "fused ring in place": lambda _: fused_ring(3, 1),
+    "fused ring": lambda _: fused_ring(4, 0),
+    "one shot": lambda _: one_shot(4),
+    "recursive doubling": lambda folder: exported("all_reduce", "recursive_doubling", 4, folder),
+    "direct": lambda folder: exported("reduce_scatter", "direct", 3, folder),
+    "bruck": lambda folder: exported("all_to_all", "bruck", 4, folder),
+    "all_gather": lambda folder: exported("all_gather", "ring", 4, folder),
+    "hierarchical": lambda folder: exported("all_reduce", "hierarchical", 4, folder),
+}
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_an_algorithm_is_proved_and_runs_in_random_orders(base: str, tmp_path: Path) -> None:
+    text = BASES[base](tmp_path)
+    assert not verdict(text, tmp_path / "two.xml")
+    machine = Machine(text)
+    assert all(machine.run(random.Random(seed).choice)[0] for seed in range(20))
+
+
+def mutant(text: str, chance: random.Random) -> str:
+    """The algorithm with one mistake."""
+    root = ElementTree.fromstring(text)
+    blocks = [tb for tb in root.iter("tb") if len(tb)]
+    tb = chance.choice(blocks)
+    at = chance.randrange(len(tb))
+    kind = chance.randrange(7)
+    if kind == 0:
+        name = chance.choice(["srcoff", "dstoff", "cnt", "deps", "depid"])
+        tb[at].set(name, str(int(tb[at].attrib[name]) + chance.choice([-1, 1])))
+    elif kind == 1:
+        tb[at].set("type", chance.choice(["s", "r", "rcs", "rrc", "rrs", "rrcs", "cpy", "re", "nop"]))
+    elif kind == 2:
+        tb[at].set(chance.choice(["srcbuf", "dstbuf"]), chance.choice("ios"))
+    elif kind == 3:
+        waiting = [each for each in root.iter("step") if each.attrib["depid"] != "-1"]
+        chance.choice(waiting or [tb[at]]).set("depid", "-1")
+    elif kind == 4:
+        announcing = [each for each in root.iter("step") if each.attrib["hasdep"] == "1"]
+        chance.choice(announcing or [tb[at]]).set("hasdep", "0")
+    elif kind == 5:
+        moved = tb[at]
+        tb.remove(moved)
+        if chance.random() < 0.7:
+            tb.insert(chance.randrange(len(tb) + 1), moved)
+    else:
+        tb.set(chance.choice(["send", "recv"]), str(chance.randrange(len(root.findall("gpu")))))
+    for number, each in enumerate(tb):
+        each.set("s", str(number))
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("base", BASES)
+def test_mutants_are_refused_or_right(base: str, tmp_path: Path) -> None:
+    """125 algorithms with one mistake for each base: 1,000 together."""
+    text, chance = BASES[base](tmp_path), random.Random(base)
+    verdicts = []
+    for _ in range(125):
+        changed = mutant(text, chance)
+        verdicts.append(verdict(changed, tmp_path / "two.xml"))
+        assert machine_agrees(changed, verdicts[-1], chance), (verdicts[-1], changed)
+    assert any(verdicts), "no mistake was refused"
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_an_exported_schedule_is_read_again_and_written_byte_for_byte(collective: str, tmp_path: Path) -> None:
+    for name in algorithms(collective):
+        for size in (1, 2, 3, 5, 8):
+            schedule = build(collective, name, size)
+            text = schedule.save(tmp_path / "one.xml", "msccl").read_text()
+            found = Schedule.load(tmp_path / "one.xml")
+            inputs = [np.arange(len(schedule.contract.start(rank).chunk)) + 100 * rank for rank in range(size)]
+            for one, two in zip(found.simulate(inputs), schedule.simulate(inputs), strict=True):
+                np.testing.assert_array_equal(one, two)
+            assert found.contract.same_bits or not schedule.contract.same_bits
+            if (collective, name) != ("all_reduce", "direct"):  # whose sums in one step become several steps
+                assert found.save(tmp_path / "two.xml", "msccl").read_text() == text
+
+
+def test_a_collective_that_the_format_lacks_is_not_exported(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="broadcast: only all_reduce, all_gather"):
+        build("broadcast", "binomial", 4).save(tmp_path / "one.xml", "msccl")
+    with pytest.raises(ValueError, match="format='xml': it must be None or one of msccl"):
+        build("all_reduce", "ring", 4).save(tmp_path / "one.xml", "xml")
+
+
+def test_a_sent_chunk_may_be_overwritten_before_it_is_received(tmp_path: Path) -> None:
+    """The first design read a sent chunk when it was received. Here rank 0 has replaced it by then."""
+    steps = [
+        [step(0, "s"), step(1, "rrc")],
+        [
+            step(0, "s"),
+            step(1, "cpy", "i0", "s0"),
+            step(2, "cpy", "s0", "s1"),
+            step(3, "r", dst="s2"),
+            step(4, "re", "s2"),
+        ],
+    ]
+    blocks = [
+        [f'<tb id="0" send="{1 - rank}" recv="{1 - rank}" chan="0">{"".join(steps[rank])}</tb>'] for rank in (0, 1)
+    ]
+    text = algo("late", "allreduce", 1, blocks, 1, 3)
+    assert not verdict(text, tmp_path / "one.xml")
+    assert machine_agrees(text, "", random.Random(0))
+    late = Schedule.load(tmp_path / "one.xml")
+    assert sorted(late.steps[0].rows()) == [(0, 0, 0, 4, False), (1, 0, 0, 0, True), (1, 1, 0, 1, False)]
+
+
+def test_ranks_that_add_in_different_orders_are_proved_without_equal_bits(tmp_path: Path) -> None:
+    assert not verdict(one_shot(4), tmp_path / "one.xml")
+    assert not Schedule.load(tmp_path / "one.xml").contract.same_bits
+    assert not verdict(fused_ring(4, 1), tmp_path / "one.xml")
+    assert Schedule.load(tmp_path / "one.xml").contract.same_bits
+
+
+def test_more_sends_than_a_connection_holds_are_a_deadlock(tmp_path: Path) -> None:
+    """Two ranks send all before they receive. A connection of Simple holds two chunks, one of LL eight."""
+    steps = [step(at, "s", f"i{at}") for at in range(3)] + [step(3 + at, "rrc", f"i{at}", f"i{at}") for at in range(3)]
+    blocks = [[f'<tb id="0" send="{1 - rank}" recv="{1 - rank}" chan="0">{"".join(steps)}</tb>'] for rank in (0, 1)]
+    text = algo("exchange", "allreduce", 3, blocks, 1)
+    assert not verdict(text, tmp_path / "one.xml")
+    simple = text.replace('proto="LL"', 'proto="Simple"')
+    error = verdict(simple, tmp_path / "one.xml")
+    assert error.startswith(
+        "deadlock: rank 0, thread block 0, step 2 (s) waits for rank 1, thread block 0, step 3 (rrc)"
+    )
+    assert machine_agrees(simple, error, random.Random(0))
+
+
+REFUSED = {
+    "an entity": ("<algo", '<!DOCTYPE a [<!ENTITY b "c">]><algo', "has a declaration"),
+    "no XML": ("</algo>", "", "the file is not XML"),
+    "another root": ("algo", "graph", "the root is <graph>"),
+    "a collective": ("allreduce", "custom", "the collective 'custom' cannot be proved"),
+    "a type": ('type="re"', 'type="ra"', "this type cannot be proved"),
+    "a protocol": ("LL", "LL256", "it must be one of Simple, LL, LL128"),
+    "no number": ('cnt="1"', 'cnt="one"', "cnt='one' is not a number"),
+    "a missing field": (' depid="-1"', "", "has no depid"),
+    "a GPU": ('gpu id="3"', 'gpu id="4"', "the ids of the GPUs are"),
+    "a large buffer": ('nchunksperloop="1"', 'nchunksperloop="99999999"', "more than 10,000,000 chunks"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_file_that_cannot_be_proved_is_refused_by_a_sentence(case: str, tmp_path: Path) -> None:
+    old, new, message = REFUSED[case]
+    assert message in verdict(one_shot(4).replace(old, new), tmp_path / "one.xml")
+
+
+def test_prove_says_what_is_wrong_with_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "one.xml"
+    path.write_text(one_shot(3))
+    assert main(["prove", str(path)]) == 0
+    expected = f"✓ {path}: all_reduce one_shot, 3 ranks, 1 chunks, 3 steps; the last bits may differ by rank\n"
+    assert capsys.readouterr().out == expected
+    path.write_text(one_shot(3).replace('type="nop"', 'type="nop" x=""').replace('depid="1"', 'depid="-1"'))
+    assert main(["prove", str(path)]) == 1
+    assert f"✗ {path}: race: rank 0, thread block" in capsys.readouterr().out
