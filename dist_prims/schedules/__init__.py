@@ -16,7 +16,7 @@ from .schedule import Schedule
 from .schedule_builder import build
 from .schedule_error import ScheduleError
 from .steps import Step
-from .synthesize import synthesize
+from .synthesis import synthesize
 
 __all__ = [
     "COLLECTIVES",
