@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from ..schedules import Graph, synthesize
@@ -16,19 +17,30 @@ def add(commands: Any) -> None:
     parser.add_argument("topology", metavar="FILE.json", help="the graph, as Graph.save writes it")
     parser.add_argument("--collective", default="all_reduce", metavar="NAME", help="a collective (all_reduce)")
     parser.add_argument("--bytes", default="16M", metavar="SIZE", help="of the data: 512, 16K, 100M, 2G (16M)")
-    parser.add_argument("--chunks", type=int, metavar="N", help="the most chunks of a rank (16; broadcast 64)")
+    parser.add_argument(
+        "--chunks", type=int, metavar="N", help="the most chunks of a rank, or of a block (16; broadcast 64)"
+    )
+    parser.add_argument("--seconds", type=float, default=120, metavar="S", help="of the search (120)")
     parser.add_argument("--root", type=int, default=0, metavar="R", help="of a broadcast (0)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the search (0)")
     parser.add_argument("--save", metavar="FILE", help="write the schedule, for Schedule.load")
     parser.set_defaults(run=run)
 
 
+def _progress(elapsed: float, candidate: Any) -> None:
+    size = f"{candidate.schedule.chunks} chunks, {len(candidate.schedule.steps)} steps"
+    print(f"{elapsed:7.1f} s   {size}: {format_duration(candidate.seconds)}", file=sys.stderr)
+
+
 def run(given: argparse.Namespace) -> int:
     graph, nbytes = Graph.load(given.topology), parse_bytes(given.bytes)
-    result = synthesize(graph, given.collective, nbytes, given.chunks, given.root, given.seed)
+    options = given.chunks, given.root, given.seed, given.seconds
+    result = synthesize(graph, given.collective, nbytes, *options, progress=_progress)
     print(f"{given.collective} of {format_bytes(nbytes)}: {graph.ranks} ranks, {len(graph.links)} links")
     bound = result.bound
-    print(f"cut bound   {'unknown: pip install networkx' if bound is None else format_duration(bound)}")
+    library = "scipy" if given.collective == "all_to_all" else "networkx"
+    unknown = f"unknown: pip install {library}, or a longer --seconds"
+    print(f"bound       {unknown if bound is None else format_duration(bound)}")
     if result.halves:
         print(f"halves      {format_duration(result.halves)}, the bounds of reduce_scatter and all_gather together")
     for title, priced in (("registered", result.registered), ("found", result.found)):

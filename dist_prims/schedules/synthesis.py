@@ -1,9 +1,10 @@
-"""Schedules found by a machine: a collective on any graph, as spanning trees of which no link carries much.
+"""Schedules found by a machine: a collective on any graph, as trees or ways of which no link carries much.
 
     all_gather      a tree for each chunk of each rank; in step d the chunks go from ranks at distance d of their root
     broadcast       the same with all chunks at one root
     reduce_scatter  an all_gather whose messages go back, from the last step to the first, and are added
     all_reduce      a reduce_scatter, then an all_gather
+    all_to_all      a way for each chunk from one rank to another (:mod:`.ways`)
 
 Few chunks and short trees suit small data, many chunks large data; the price on the graph decides. If the best
 registered algorithm has a lower price, the result is that one.
@@ -17,25 +18,28 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from .contract import BLOCKS, ROOTED, contract
 from .cut_bound import cut_bound
+from .flow_bound import flow_bound
 from .graph import Graph
 from .graph_cost import link_loads
 from .registry import Algorithm, algorithms, lookup
 from .schedule import Schedule
 from .schedule_builder import build
 from .steps import Step, Steps
-from .trees import Pairs, pack, steps_of
+from .trees import Packing, Pairs, Tree, pack, steps_of
+from .ways import Ways, steps_of_ways
 
 __all__: list[str] = []
 
-COLLECTIVES_FOUND = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+COLLECTIVES_FOUND = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 NAME = "synthesized"
-_MOST_TREES = 1024  # by default
+_MOST_TREES, _MOST_WAYS = 1024, 4096  # by default
 _FEW_TREES = 256  # up to so many, long and short trees are tried too
 _LONG, _SHORT, _SHORTEST = 0.2, 3.0, 1000.0  # costs of depth
 
@@ -60,8 +64,9 @@ class Priced:
 class Synthesis:
     """The schedule with the lowest price, and what it was compared with.
 
-    ``bound``: the seconds of the cut bound, None without networkx. ``halves``: for an all_reduce, the sum of the bounds
-    of a reduce_scatter and an all_gather. ``elapsed``: the seconds of the search.
+    ``bound``: the seconds of the cut bound, or of the flow bound of an all_to_all; None without networkx or scipy, or
+    if the time did not suffice. ``halves``: for an all_reduce, the sum of the bounds of a reduce_scatter and an
+    all_gather. ``elapsed``: the seconds of the search.
     """
 
     best: Priced
@@ -77,17 +82,26 @@ class Synthesis:
 
 
 def synthesize(
-    graph: Graph, collective: str, nbytes: float, chunks: int | None = None, root: int = 0, seed: int = 0
+    graph: Graph,
+    collective: str,
+    nbytes: float,
+    chunks: int | None = None,
+    root: int = 0,
+    seed: int = 0,
+    seconds: float = 120.0,
+    progress: Callable[[float, Priced], None] | None = None,
 ) -> Synthesis:
     """Find a schedule for a collective on a graph; prove it and price it beside the registered algorithms.
 
     - ``graph``: the ranks and links.
-    - ``collective``: "all_gather", "reduce_scatter", "all_reduce" or "broadcast".
+    - ``collective``: "all_gather", "reduce_scatter", "all_reduce", "broadcast" or "all_to_all".
     - ``nbytes``: the size of the data.
-    - ``chunks``: the most chunks of each rank, or of the root of a broadcast; by default 64 for a broadcast, else 16,
-      or fewer for more than 64 ranks.
+    - ``chunks``: the most chunks of each rank, of the root of a broadcast, or of a block of an all_to_all; by default
+      64 for a broadcast, else 16, or fewer for many ranks.
     - ``root``: of a broadcast.
-    - ``seed``: the same seed finds the same schedule.
+    - ``seed``: the same seed finds the same schedule, if the time suffices.
+    - ``seconds``: the search then ends with the best schedule so far; by default 120.
+    - ``progress``: called with the seconds so far and each schedule that is found.
 
     >>> from dist_prims.schedules import Graph, synthesize
     >>> found = synthesize(Graph.torus(3, 3), "all_gather", 16e6)
@@ -98,18 +112,22 @@ def synthesize(
         raise ValueError(f"synthesize({collective!r}): schedules are found for {', '.join(COLLECTIVES_FOUND)}")
     if not 0 <= root < graph.ranks or (root and collective not in ROOTED):
         raise ValueError(f"synthesize({collective!r}, root={root}): it must be a rank of a broadcast, else 0")
-    roots = 1 if collective in ROOTED else graph.ranks
-    most = min(16 if roots > 1 else 64, max(1, _MOST_TREES // roots)) if chunks is None else chunks
-    if most < 1:
+    if chunks is not None and chunks < 1:
         raise ValueError(f"synthesize(chunks={chunks}): use at least 1")
     begin = time.perf_counter()
     registered = min((_priced(each, graph, nbytes) for each in _registered(collective, graph, root)), key=_seconds)
-    search = _Search(graph, collective, root, seed)
-    found = min((_priced(each, graph, nbytes) for each in search.schedules(most)), key=_seconds)
+    found: Priced | None = None
+    for schedule in _Search(graph, collective, root, seed, begin + seconds).schedules(chunks):
+        candidate = _priced(schedule, graph, nbytes)
+        if progress is not None:
+            progress(time.perf_counter() - begin, candidate)
+        found = candidate if found is None else min(found, candidate, key=_seconds)
+    assert found is not None, "the first schedule is found whatever the time"
     found.schedule.verify()
-    best = min(registered, found, key=_seconds)
-    bound = _bound([collective], graph, root, nbytes)
+    left = begin + seconds - time.perf_counter()
+    bound = _bound([collective], graph, root, nbytes, left)
     halves = _bound(["reduce_scatter", "all_gather"], graph, root, nbytes) if collective == "all_reduce" else None
+    best = min(registered, found, key=_seconds)
     return Synthesis(best, found, registered, bound, halves, time.perf_counter() - begin)
 
 
@@ -122,10 +140,12 @@ def _priced(schedule: Schedule, graph: Graph, nbytes: float) -> Priced:
     return Priced(schedule, segments, seconds)
 
 
-def _bound(collectives: Sequence[str], graph: Graph, root: int, nbytes: float) -> float | None:
+def _bound(collectives: Sequence[str], graph: Graph, root: int, nbytes: float, left: float = 0.0) -> float | None:
     try:
+        if collectives[0] == "all_to_all":
+            return nbytes * flow_bound(graph, left)
         return nbytes * float(sum(cut_bound(collective, graph, root) for collective in collectives))
-    except ImportError:  # networkx is optional
+    except (ImportError, TimeoutError):  # networkx and scipy are optional
         return None
 
 
@@ -160,27 +180,70 @@ def _hierarchies(each: Algorithm, every: Sequence[Algorithm], graph: Graph) -> I
 
 @dataclass(frozen=True)
 class _Search:
-    """The candidates of one collective: of several numbers of chunks, with long and short trees."""
+    """The candidates of one collective: of several numbers of chunks, with long and short trees, as time allows."""
 
     graph: Graph
     collective: str
     root: int
     seed: int
+    until: float
 
-    def schedules(self, most: int) -> Iterator[Schedule]:
-        ways = [(True, Pairs.of(self.graph, backwards=True))] if "reduce" in self.collective else []
-        ways += [(False, Pairs.of(self.graph))] if self.collective != "reduce_scatter" else []
-        for chunks in sorted({*(4**power for power in range(8) if 4**power < most), most}):
-            roots = [self.root] * chunks if self.collective in ROOTED else [*range(self.graph.ranks)] * chunks
-            roots.sort()
+    def schedules(self, most: int | None) -> Iterator[Schedule]:
+        first = True
+        for chunks in self._chunks(most):
+            roots = self._roots(chunks)
             for depth_cost in (_SHORTEST, _SHORT, _LONG)[2 * (len(roots) > _FEW_TREES) :]:
-                steps: list[Step] = []
-                for backwards, pairs in ways:
-                    made = steps_of(pack(self.graph, pairs, roots, depth_cost, self.seed), pairs, roots)
-                    steps += [step.backwards() for step in reversed(made)] if backwards else made
-                yield self._schedule(len(roots), steps)
+                if first or time.perf_counter() < self.until:
+                    yield self._of_ways(roots, depth_cost) if self._has_ways else self._of_trees(roots, depth_cost)
+                first = False
 
-    def _schedule(self, chunks: int, steps: Sequence[Step]) -> Schedule:
+    @property
+    def _has_ways(self) -> bool:
+        return self.collective == "all_to_all"
+
+    def _chunks(self, most: int | None) -> list[int]:
+        """The numbers of chunks of a rank, or of a block, that are tried."""
+        if most is None:
+            number = len(self._roots(1)) or 1
+            most = min(
+                64 if self.collective in ROOTED else 16, (_MOST_WAYS if self._has_ways else _MOST_TREES) // number
+            )
+        return sorted({*(4**power for power in range(8) if 4**power < most), max(most, 1)})
+
+    def _roots(self, chunks: int) -> list[Any]:
+        """The roots of the trees, or the ends of the ways."""
+        ranks = range(self.graph.ranks)
+        if self.collective in ROOTED:
+            return [self.root] * chunks
+        every = itertools.permutations(ranks, 2) if self._has_ways else ranks
+        return [each for each in every for _ in range(chunks)]
+
+    @cached_property
+    def _pairs(self) -> Pairs:
+        return Pairs.of(self.graph)
+
+    @cached_property
+    def _pairs_back(self) -> Pairs:
+        return Pairs.of(self.graph, backwards=True)
+
+    def _pack(self, kind: type[Packing], pairs: Pairs, roots: Sequence[Any], depth_cost: float) -> list[Tree]:
+        return pack(kind(self.graph, pairs, depth_cost, self.seed), roots, self.until)
+
+    def _of_trees(self, roots: Sequence[int], depth_cost: float) -> Schedule:
+        steps: list[Step] = []
+        if "reduce" in self.collective:
+            trees = self._pack(Packing, self._pairs_back, roots, depth_cost)
+            steps += [step.backwards() for step in reversed(steps_of(trees, self._pairs_back, roots))]
+        if self.collective != "reduce_scatter":
+            steps += steps_of(self._pack(Packing, self._pairs, roots, depth_cost), self._pairs, roots)
+        return self._schedule(len(roots), steps)
+
+    def _of_ways(self, ends: Sequence[tuple[int, int]], depth_cost: float) -> Schedule:
+        ways = self._pack(Ways, self._pairs, ends, depth_cost)
+        steps, scratch = steps_of_ways(ways, self._pairs, ends)
+        return self._schedule(len(ends) // max(self.graph.ranks - 1, 1) or 1, steps, scratch)
+
+    def _schedule(self, chunks: int, steps: Sequence[Step], scratch: int = 0) -> Schedule:
         root = self.root if self.collective in ROOTED else None
-        demands = contract(self.collective, self.graph.ranks, chunks, root)
+        demands = contract(self.collective, self.graph.ranks, chunks, root, scratch)
         return Schedule(self.collective, NAME, self.graph.ranks, chunks, demands, Steps(lambda: iter(steps)), root)

@@ -17,9 +17,12 @@ A pair is two ranks whose route passes no third rank: neighbours, or ranks that 
 
 from __future__ import annotations
 
+import math
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +36,7 @@ Ints = NDArray[np.int64]
 Tree = list[int]  # the numbers of its pairs, from the root on
 
 _POWERS = (2, 4, 8, 12, 16, 24, 32)  # of the rounds
-_NOISE = 0.01  # of a cost, so that equal costs are drawn by chance
+NOISE = 0.01  # of a cost, so that equal costs are drawn by chance
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +84,11 @@ class Pairs:
 
 
 class Packing:
-    """Trees, and the load that they put on each link, in chunks."""
+    """Trees, and the load that they put on each link, in chunks.
+
+    ``depth_cost``: what a rank that is one pair further from its root costs; the busiest link weighs about 1. ``seed``:
+    of the order in which trees are replaced.
+    """
 
     def __init__(self, graph: Graph, pairs: Pairs, depth_cost: float, seed: int) -> None:
         self.pairs, self.size, self.depth_cost = pairs, graph.ranks, depth_cost
@@ -94,12 +101,12 @@ class Packing:
         """The load of the busiest link, in the time of a chunk on the fastest link."""
         return float((self.load * self.slowness).max(initial=0))
 
-    def grow(self, root: int, power: int) -> Tree:
+    def grow(self, root: Any, power: int) -> Tree:
         """A new tree; its load is added."""
         pairs, load = self.pairs, self.load
         slowness, most = self.slowness, max(self.most, 1.0)
         weight = np.append(slowness * ((load + 1) * slowness / most) ** power, 0.0)
-        cost = weight[pairs.padded].sum(axis=1) * (1 + _NOISE * self.random.random(len(pairs.src)))
+        cost = weight[pairs.padded].sum(axis=1) * (1 + NOISE * self.random.random(len(pairs.src)))
         key = np.full(len(cost), np.inf)  # the cost of the pairs that may be taken next
         outside, depth = np.ones(self.size, np.bool_), [0] * self.size
         rank, tree = root, list[int]()
@@ -129,21 +136,20 @@ class Packing:
                 self.load[link] -= 1
 
 
-def pack(graph: Graph, pairs: Pairs, roots: Sequence[int], depth_cost: float, seed: int = 0) -> list[Tree]:
+def pack(packing: Packing, roots: Sequence[Any], until: float = math.inf) -> list[Tree]:
     """A tree for each root, such that the busiest link carries little.
 
     Args:
-        graph: the ranks and links.
-        pairs: the pairs of the graph.
+        packing: without trees.
         roots: the root of each tree; several trees may have one root.
-        depth_cost: what a rank that is one pair further from its root costs; the busiest link weighs about 1.
-        seed: of the order in which trees are replaced.
+        until: the value of ``time.perf_counter`` from which on no tree is replaced.
     """
-    packing = Packing(graph, pairs, depth_cost, seed)
     trees = [packing.grow(root, _POWERS[0]) for root in roots]
     best, fewest = list(trees), packing.most
     for power in _POWERS:
         for which in packing.random.permutation(len(trees)).tolist():
+            if time.perf_counter() > until:
+                break
             packing.remove(trees[which])
             trees[which] = packing.grow(roots[which], power)
         if packing.most < fewest:

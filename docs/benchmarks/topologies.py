@@ -5,7 +5,7 @@ The rings, grids, random graphs and groups of hosts have links whose bandwidths 
     python docs/benchmarks/topologies.py [--collective all_gather] [--bytes 256M] [--seed 1]
 
 It prints a table in Markdown; ``seconds`` is the time of the search on this machine, proof and bound included. The
-bound of an all_reduce is the sum of the bounds of a reduce_scatter and an all_gather.
+bound of an all_reduce is the sum of the bounds of a reduce_scatter and an all_gather; of an all_to_all scipy finds it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
         result = synthesize(graph, given.collective, parse_bytes(given.bytes))
         registered, found = result.registered, result.found
         bound = result.halves or result.bound
-        assert bound is not None, "the bound needs networkx"
+        assert bound is not None, "the bound needs networkx, and scipy for an all_to_all"
         cells = [name, format_duration(bound)]
         cells += [f"{each.name}: {format_duration(each.seconds)}" for each in (registered, found)]
         ratios = found.seconds / bound, registered.seconds / found.seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import runpy
+import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ import dist_prims
 from dist_prims.cli import main
 from dist_prims.schedules import Graph, Schedule, algorithm, synthesize
 from dist_prims.schedules.cut_bound import cut_bound
+from dist_prims.schedules.flow_bound import flow_bound
 from dist_prims.schedules.graph_cost import link_loads
 
 ROOT = Path(__file__).parents[2]
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+ALL_COLLECTIVES = (*COLLECTIVES, "all_to_all")
 SLOW_HOST = Graph.hosts([2, 2, 2], bandwidths=[1e9, 1e9, 0.25e9])
 # A ring of one-way links of unequal bandwidth, and a shorter way back: no message returns as it came.
 ONE_WAY = Graph(4, [(0, 1, 0, 1e9), (1, 2, 0, 2e9), (2, 3, 0, 1e9), (3, 0, 0, 1e9), (2, 0, 0, 1e9), (1, 0, 0, 3e8)])
@@ -47,6 +50,58 @@ def test_what_is_found_is_near_the_bound(collective: str, name: str) -> None:
     assert result.best.seconds <= min(result.found.seconds, result.registered.seconds)
     assert result.bound <= result.found.seconds <= 1.15 * (result.halves or result.bound)
     assert link_loads(result.schedule, graph).seconds(256e6, result.best.segments) == result.best.seconds
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", GRAPHS)
+def test_an_all_to_all_is_near_the_flow_of_several_commodities(name: str) -> None:
+    pytest.importorskip("scipy")
+    graph = GRAPHS[name]
+    result = synthesize(graph, "all_to_all", 256e6, chunks=8)
+    result.found.schedule.verify()
+    assert result.best.seconds <= min(result.found.seconds, result.registered.seconds)
+    assert (1 - 1e-6) * result.bound <= result.found.seconds <= 1.15 * result.bound
+
+
+def test_the_bound_of_an_all_to_all_is_the_length_of_all_ways_on_a_ring_and_the_slow_link_of_a_host() -> None:
+    pytest.importorskip("scipy")
+    distances = [min(rank, 8 - rank) for rank in range(8)]
+    assert flow_bound(Graph.ring(8)) == pytest.approx(sum(distances) / 2 / 8 / 1e9)  # two links leave a rank
+    assert flow_bound(SLOW_HOST) == pytest.approx(2 * 4 / 6 / 0.25e9)  # two ranks send to four others
+    # Data for the ends of the slow link goes round it.
+    assert flow_bound(Graph(3, [*Graph.ring(3).links[2:], (0, 1, 0, 1e6), (1, 0, 0, 1e6)])) == pytest.approx(
+        2 / 3 / (1e9 + 1e6), rel=1e-3
+    )
+
+
+def test_an_all_to_all_goes_round_a_slow_link() -> None:
+    graph = Graph(4, [link._replace(bandwidth=1e9 - 9e8 * ({0, 1} == {*link[:2]})) for link in Graph.ring(4).links])
+    result = synthesize(graph, "all_to_all", 256e6)
+    result.found.schedule.verify()
+    assert result.registered.seconds > 1.2 * result.found.seconds
+    assert result.found.schedule.contract.total > result.found.schedule.data_chunks  # ranks on the way keep chunks
+
+
+@pytest.mark.parametrize("collective", ALL_COLLECTIVES)
+def test_the_first_schedule_is_found_whatever_the_time(collective: str) -> None:
+    calls: list[Any] = []
+    result = synthesize(ONE_WAY, collective, 1e6, seconds=0, progress=lambda *each: calls.append(each))
+    assert [priced for _, priced in calls] == [result.found]
+    result.found.schedule.verify()
+    calls.clear()
+    synthesize(ONE_WAY, collective, 1e6, chunks=4, progress=lambda *each: calls.append(each))
+    assert {priced.schedule.chunks for _, priced in calls} >= {result.found.schedule.chunks * 4}
+    assert [elapsed for elapsed, _ in calls] == sorted(elapsed for elapsed, _ in calls)
+
+
+def test_the_command_names_the_library_that_it_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    assert main(["synthesize", str(ONE_WAY.save(tmp_path / "graph.json")), "--collective", "all_to_all"]) == 0
+    out, err = capsys.readouterr()
+    assert "bound       unknown: pip install scipy" in out
+    assert "4 chunks, " in err
 
 
 def test_the_same_seed_finds_the_same_schedule(tmp_path: Path) -> None:
@@ -92,7 +147,7 @@ def test_the_bound_is_the_narrowest_of_all_cuts(name: str) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"collective": "all_to_all"}, "schedules are found for all_gather, reduce_scatter, all_reduce, broadcast"),
+        ({"collective": "scan"}, "schedules are found for all_gather, reduce_scatter, all_reduce, broadcast, all_to"),
         ({"root": 6, "collective": "broadcast"}, "root=6.*it must be a rank of a broadcast"),
         ({"root": 1}, "root=1"),
         ({"chunks": 0}, "chunks=0.*at least 1"),
@@ -107,7 +162,7 @@ def test_the_command_prints_the_bound_and_saves(tmp_path: Path, capsys: pytest.C
     graph, found = SLOW_HOST.save(tmp_path / "graph.json"), tmp_path / "found.json"
     assert main(["synthesize", str(graph), "--collective", "broadcast", "--bytes", "1M", "--save", str(found)]) == 0
     first, bound, registered, machine, size, verdict, saved = capsys.readouterr().out.splitlines()
-    assert (first, bound) == ("broadcast of 1 MB: 6 ranks, 18 links", "cut bound   4.19 ms")
+    assert (first, bound) == ("broadcast of 1 MB: 6 ranks, 18 links", "bound       4.19 ms")
     assert "times the bound" in registered
     assert machine.startswith("found       synthesized")
     assert "proved" in size
@@ -120,19 +175,20 @@ def test_the_command_prints_the_bound_and_saves(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize("backend", ["dist_prims", "gloo"])
 def test_schedules_that_are_found_run_on_ranks(backend: str, tmp_path: Path) -> None:
     """From their files: named in calls, in Python over gloo and in C++, and pinned in segments."""
-    for collective in COLLECTIVES:
+    for collective in ALL_COLLECTIVES:
         result = synthesize(ONE_WAY, collective, 1e6, chunks=4)
         result.found.schedule.save(tmp_path / f"{collective}.json")
 
     def body() -> None:
-        for collective in COLLECTIVES:
+        for collective in ALL_COLLECTIVES:
             found = Schedule.load(tmp_path / f"{collective}.json")
             make: Any = lambda size, steps=found.steps: iter(steps)  # noqa: E731
             if collective == "broadcast":
-                make = lambda size, root: iter(found.steps)  # noqa: E731, B023
-            algorithm(collective, name="found", chunks=found.chunks)(make)
+                make = lambda size, root, steps=found.steps: iter(steps)  # noqa: E731
+            scratch = found.contract.total - found.data_chunks
+            algorithm(collective, name="found", chunks=found.chunks, scratch=scratch)(make)
         rank, ones = dist.get_rank(), torch.ones(1000)
-        pinned: dict[str, Any] = dict.fromkeys(COLLECTIVES, "found x3")
+        pinned: dict[str, Any] = dict.fromkeys(ALL_COLLECTIVES, "found x3")
         options = dist_prims.BackendOptions(**pinned)
         groups = [None, dist.new_group(pg_options=options)] if backend == "dist_prims" else [None]
         for group in groups:
@@ -149,6 +205,10 @@ def test_schedules_that_are_found_run_on_ranks(backend: str, tmp_path: Path) -> 
             assert torch.equal(part, ones * (4 * rank + 6))
             dist_prims.broadcast(sent, group=group, algorithm=name)
             assert torch.equal(sent, ones * 0)
+            blocks = 100 * rank + torch.arange(4.0).repeat_interleave(1000)
+            received = torch.zeros(4000)
+            dist_prims.all_to_all(received, blocks, group=group, algorithm=name)
+            assert torch.equal(received, 100 * torch.arange(4.0).repeat_interleave(1000) + rank)
 
     dist_prims.spawn(body, 4, backend=backend, timeout=60)
 
