@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A cluster on one machine: HOSTS network namespaces, each joined to one switch by a link of RATE (10gbit, 200mbit, none), and
-# RANKS ranks of a command on each:
+# RANKS ranks of a command on each. RATE may be several words: "100mbit 1gbit" gives host 0 a slow link, and the others 1gbit:
 #     ./launch_scripts/netns-hosts.sh HOSTS RANKS RATE [--torchrun | --mpirun | --each | --login] -- command [args]
 #     ./launch_scripts/netns-hosts.sh 2 2 1gbit -- python program.py
 # --each starts the command once on each host, with HOST=0, 1, ...; --login once, beside the hosts, where "ssh host1 ..."
@@ -19,10 +19,11 @@ user=() # what unshare needs to make namespaces without root
 [ "$(id -u)" = 0 ] || user=(--user --map-root-user)
 
 main() { # HOSTS RANKS RATE [how] -- command
-    local hosts=${1:-} ranks=${2:-} rate=${3:-} how=--torchrun needed=mpirun name=${NAME:-box$$} from=$PWD
+    local hosts=${1:-} ranks=${2:-} rate=${3:-} how=--torchrun needed=mpirun name=${NAME:-box$$} from=$PWD rates each
     [[ $hosts =~ ^[1-9][0-9]?$ ]] || fail "HOSTS is '$hosts'; give a number from 1 to 99 (usage: see the head of $0)"
     [[ $ranks =~ ^[1-9][0-9]*$ ]] || fail "RANKS is '$ranks'; give the number of ranks on each host, 1 or more"
-    check_rate "$rate"
+    read -ra rates <<<"$rate"
+    for each in "${rates[@]:-}"; do check_rate "$each"; done
     shift 3
     [[ ${1:-} == -- || $# == 0 ]] || { how=$1 && shift; }
     [[ $how =~ ^--(torchrun|mpirun|each|login)$ && ${1:-} == -- && $# -ge 2 ]] ||

@@ -5,7 +5,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 # The first process of the cluster. Its own network namespace is the switch.
 cluster() { # NAME HOSTS RANKS RATE how command
-    local how=$5 host list="" launcher=() command families=($FAMILIES)
+    local how=$5 host list="" launcher=() command rates=($4) families=($FAMILIES)
     export HOSTS=$2 RANKS=$3 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     mount -t tmpfs tmpfs /var/run # where ip keeps the namespaces; not seen outside
     # Open MPI names shared memory, and its daemons their folders, by process numbers, which are the same in each cluster.
@@ -21,7 +21,7 @@ cluster() { # NAME HOSTS RANKS RATE how command
     ip address add 10.0.0.254/24 dev switch
     ip link set switch up
     for ((host = 0; host < HOSTS; host++)); do
-        add_host "host$host" "$((host + 1))" "$4" "${families[host < ${#families[@]} ? host : -1]}"
+        add_host "host$host" "$((host + 1))" "${rates[host < ${#rates[@]} ? host : -1]}" "${families[host < ${#families[@]} ? host : -1]}"
         list+=${list:+,}host$host
     done
     shift 5

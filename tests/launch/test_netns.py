@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -168,6 +169,13 @@ for rate in "before", "after":
         assert seconds[f"after {sender}"] > 5 * seconds[f"before {sender}"]  # 20 times, if nothing else runs
 
 
+def test_each_host_can_have_a_rate_of_its_own() -> None:
+    with cluster(3, 1, ["tc", "qdisc", "show", "dev", "eth0"], how="each", rate="10mbit 200mbit") as job:
+        done = job.result()
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"rate (\S+)", done.stdout)) == ["10Mbit", "200Mbit", "200Mbit"]
+
+
 @pytest.mark.slow
 def test_a_cut_link_is_silent_and_can_be_mended() -> None:
     program = (
@@ -209,6 +217,7 @@ while peer.recv(1):
         ("", "HOSTS is ''; give a number"),
         ("2 x none -- true", "RANKS is 'x'"),
         ("2 2 10mb -- true", "RATE is '10mb'; give 10gbit"),
+        ("2 2 '1gbit 10mb' -- true", "RATE is '10mb'; give 10gbit"),
         ("2 2 none --ssh -- true", "after RATE come --torchrun, --mpirun"),
         ("2 2 none --each true", "and then -- command"),
         ("--cut", "give --cut NAME HOST"),
@@ -216,7 +225,7 @@ while peer.recv(1):
     ],
 )
 def test_what_it_cannot_do_it_says_in_one_line(arguments: str, words: str) -> None:
-    done = subprocess.run([SCRIPT, *arguments.split()], capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run([SCRIPT, *shlex.split(arguments)], capture_output=True, text=True, timeout=20, check=False)
     assert done.returncode == 2
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
