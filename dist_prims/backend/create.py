@@ -31,7 +31,7 @@ from ..rendezvous.group_secret import address_of_store, announce_missing_secret,
 from ..rendezvous.handshake import HOSTS, handshake
 from ..rendezvous.hosts import host_id, network_number
 from ..rendezvous.network import ports
-from ..rendezvous.rank_values import values_of_ranks
+from ..rendezvous.rank_values import timeout_while_made, values_of_ranks
 from ..rendezvous.secret import Secret
 from ..schedules import Schedule
 from ..torch_compat import backend_of, default_group, device_types, nccl_options
@@ -294,7 +294,10 @@ def _handshake(request: GroupRequest, monitor: _DeathMonitor) -> _Meeting:
     if secret is None and rank == 0:
         announce_missing_secret(request.store)
     deadline = time.monotonic() + timeout.total_seconds()
-    attempt, hosts = handshake(store, rank, size, deadline, secret, request.common_name, monitor.check)
+    try:
+        attempt, hosts = handshake(store, rank, size, deadline, secret, request.common_name, monitor.check)
+    except TimeoutError as error:
+        raise timeout_while_made(rank, str(error)) from error
     own = dist.PrefixStore(attempt, store)
     signed = own if secret is None else extension().SignedStore(own, secret.key("store", attempt))
     return _Meeting(signed, attempt, hosts, secret)

@@ -126,12 +126,12 @@ class _OtherRank:
             return len(published) >= self._size
 
         # 1. Hello, until rank 0 has answered.
-        self._wait(is_answered, deadline, "rank 0")
+        self._wait(is_answered, deadline, lambda: "rank 0")
         # 2. The acknowledgement, and the hosts of all ranks.
         acknowledgement = signed(self._secret, ("acknowledgement", self._rank, self._token), name)
         acknowledged = f"{name}/acknowledged/{self._rank}"
         self._store.set(acknowledged, acknowledgement)
-        self._wait(is_complete, deadline, "the last ranks")
+        self._wait(is_complete, deadline, lambda: self._awaited_ranks(name))
         # 3. No rank reads the keys of this rank any more.
         with contextlib.suppress(RuntimeError):  # a store of the user may be unable to; the keys use memory only
             for key in (f"hello/{self._rank}", f"welcome/{self._token}", acknowledged):
@@ -140,11 +140,18 @@ class _OtherRank:
             published.append(f"rank 0 has {EARLIER_VERSION}, and rank {self._rank} has {version()}")
         return name, published
 
-    def _wait(self, done: Callable[[], bool], deadline: float, awaited: str) -> None:
+    def _wait(self, done: Callable[[], bool], deadline: float, awaited: Callable[[], str]) -> None:
         try:
-            until(done, deadline, awaited)
-        except TimeoutError as error:
-            raise TimeoutError(f"{error}; {self._refusal}" if self._refusal else str(error)) from None
+            until(done, deadline, "")
+        except TimeoutError:
+            text = f"no sign of {awaited()}"
+            raise TimeoutError(f"{text}; {self._refusal}" if self._refusal else text) from None
+
+    def _awaited_ranks(self, name: str) -> str:
+        """The ranks that have not acknowledged the name, without which rank 0 does not publish the hosts."""
+        ranks = range(1, self._size)
+        missing = [rank for rank in ranks if not self._store.check([f"{name}/acknowledged/{rank}"])]
+        return f"ranks {missing}" if missing else "rank 0"
 
     def _answer(self) -> str:
         """The name of this attempt; empty as long as rank 0 has not answered."""
@@ -258,16 +265,22 @@ class _Rank0:
         keys = [f"{self._name}/acknowledged/{rank}" for rank in range(1, self._size)]
         if len(self._answered) < self._size - 1 or not self._store.check(keys):
             return False
-        return all(
-            verified(text, self._secret, ("acknowledgement", rank, self._answered[rank].token)) == [self._name]
-            for rank, text in enumerate(self._store.multi_get(keys), start=1)
-        )
+        texts = self._store.multi_get(keys)
+        return all(self._is_acknowledgement(rank, text) for rank, text in enumerate(texts, start=1))
+
+    def _is_acknowledgement(self, rank: int, text: bytes) -> bool:
+        return verified(text, self._secret, ("acknowledgement", rank, self._answered[rank].token)) == [self._name]
+
+    def _has_acknowledged(self, rank: int) -> bool:
+        key = f"{self._name}/acknowledged/{rank}"
+        return self._store.check([key]) and self._is_acknowledgement(rank, self._store.get(key))
 
     def _missing(self) -> str:
         """What the error at the deadline says."""
         missing = [rank for rank in range(1, self._size) if rank not in self._answered]
         if not missing:
-            return "no acknowledgement of a rank"
+            late = [rank for rank in range(1, self._size) if not self._has_acknowledged(rank)]
+            return f"no acknowledgement of ranks {late}"
         refused = [
             f"; a process that came as rank {rank} has {self._refused[rank]}"
             for rank in missing

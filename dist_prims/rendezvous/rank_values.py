@@ -34,10 +34,15 @@ def values_at(store: Any, rank: int, keys: Mapping[int, str]) -> list[str]:
         missing = [str(other) for other, key in keys.items() if not store.check([key])]
         if not missing:
             raise
-        raise CommTimeoutError(
-            f"rank {rank}: timeout while the group was made: no sign of rank {', '.join(missing)}; see whether it is "
-            "stopped, busy, or waits elsewhere, and whether its host is up"
-        ) from error
+        raise timeout_while_made(rank, f"no sign of rank {', '.join(missing)}") from error
+
+
+def timeout_while_made(rank: int, what: str) -> CommTimeoutError:
+    """Return the error of this rank for a group that could not be made in time, because of ``what``."""
+    return CommTimeoutError(
+        f"rank {rank}: timeout while the group was made: {what}; see whether it is stopped, busy, or waits elsewhere, "
+        "and whether its host is up"
+    )
 
 
 def make_and_publish(

@@ -232,6 +232,22 @@ def test_a_rank_that_stops_before_it_publishes_its_address_is_named_by_all_other
     dist_prims.spawn(body, 3, timeout=100)
 
 
+def test_a_rank_that_does_not_make_the_group_is_named_by_all_others() -> None:
+    """The error was "no sign of ranks [2]" on rank 0, without rank, operation and remedy."""
+
+    def body() -> str:
+        if dist.get_rank() == 2:
+            return ""
+        with pytest.raises(CommTimeoutError) as caught:
+            dist.new_group(backend="dist_prims", timeout=timedelta(seconds=1))
+        return str(caught.value)
+
+    for rank, text in enumerate(span("a b c", body)[:2]):
+        assert text.startswith(
+            f"rank {rank}: timeout while the group was made: no sign of ranks [2]; see whether it"
+        ), text
+
+
 def test_a_rank_that_stops_before_the_transport_is_chosen_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error was torch's "wait timeout" with the name of a key, or named rank 0, which waited for another rank."""
     store = dist.HashStore()

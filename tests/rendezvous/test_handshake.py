@@ -68,6 +68,19 @@ def test_ranks_find_each_other_and_delete_their_keys(kind: str, secret: Secret |
     assert len(names) == 3
 
 
+def test_all_ranks_name_the_missing_ones() -> None:
+    """Rank 1 said "no sign of the last ranks"."""
+    store = dist.HashStore()
+
+    def error(rank: int) -> str:
+        with pytest.raises(TimeoutError) as caught:
+            join(store, rank, None, size=4, seconds=1)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert [*threads.map(error, (0, 1))] == ["no sign of ranks [2, 3]"] * 2
+
+
 _THREAD = threading.local()  # its version: that of the rank
 
 
@@ -212,7 +225,7 @@ def test_texts_of_an_earlier_attempt_have_no_effect() -> None:
             later = json.loads(store.get(f"welcome/{token}"))[0]
             store.set(f"{later}/acknowledged/1", acknowledgement)  # type: ignore[arg-type]
 
-    with repeatedly(replay), pytest.raises(TimeoutError, match="no acknowledgement"):
+    with repeatedly(replay), pytest.raises(TimeoutError, match=r"no acknowledgement of ranks \[1\]"):
         join(store, 0, OURS, seconds=1)
 
 
