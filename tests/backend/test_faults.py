@@ -54,7 +54,7 @@ def test_killing_all_ranks_leaves_nothing(tmp_path: Path) -> None:
         while True:
             dist.all_reduce(torch.ones(100_000))
 
-    before = {*os.listdir("/dev/shm"), *os.listdir("/tmp")}
+    before = names_of_groups()
     ranks = [multiprocessing.get_context("fork").Process(target=body, args=(rank,)) for rank in range(2)]
     try:
         for rank in ranks:
@@ -66,18 +66,17 @@ def test_killing_all_ranks_leaves_nothing(tmp_path: Path) -> None:
             rank.kill()
         for rank in ranks:
             rank.join(20)
-    after = {*os.listdir("/dev/shm"), *os.listdir("/tmp")}
-    assert not {name for name in after - before if "dist_prims" in name or "gloo" in name}
-    found = unix_sockets()
+    left = names_of_groups() - before
     deadline = time.monotonic() + 60
-    while found & unix_sockets():  # those of tests that are running vanish when their groups have been made
-        assert time.monotonic() < deadline, found & unix_sockets()
+    while left := left & names_of_groups():  # the names of tests that run at the same time vanish
+        assert time.monotonic() < deadline, left
         time.sleep(0.1)
 
 
-def unix_sockets() -> set[str]:
-    """The names of the abstract Unix sockets of all groups on this host."""
-    return {*re.findall(r"@(dist_prims-\w+)", Path("/proc/net/unix").read_text())}
+def names_of_groups() -> set[str]:
+    """The names of files, shared memory and abstract Unix sockets that may be of groups on this host."""
+    files = [name for name in os.listdir("/dev/shm") + os.listdir("/tmp") if "dist_prims" in name or "gloo" in name]
+    return {*files, *re.findall(r"@(dist_prims-\w+)", Path("/proc/net/unix").read_text())}
 
 
 class Rows(Dataset[torch.Tensor]):
@@ -209,7 +208,9 @@ def test_the_record_is_written_on_demand(tmp_path: Path, capsys: pytest.CaptureF
 
         time.sleep(0.3)
         dump(tmp_path / f"{dist.get_rank()}.json")
-        dist.barrier() if dist.get_rank() else None
+        if dist.get_rank() == 1:
+            until((tmp_path / "0.json").exists, time.monotonic() + 60, "the record of rank 0")
+            dist.barrier()  # fails, and ends rank 0
 
     with pytest.raises(RankFailedError, match="MismatchError"):
         spawn(body, 2)
