@@ -1,16 +1,17 @@
 """``grow()`` and ``join()``: new ranks join a running group at a point on which all of its ranks agree.
 
-New ranks announce themselves in a store that they and the running ranks can reach:
+New ranks announce themselves at the *meeting*, a store that they and rank 0 of the running ranks can reach. Each
+announcement has a number, and the random *token* of the new rank, which is in the keys that follow:
 
-    new rank                          store                         rank 0 of the running group, in grow()
-    announces name and host    -->    waiting/1: both      -->      finds them
-    sees that it is invited    <--    invited/name         <--      invites it
-    confirms                   -->    ready/name           -->      waits for that, for a short time
-    makes the group            <--    admitted/name        <--      describes the group, after a broadcast of the names
-    goes on                    <--    outcome              <--      says whether all running ranks have made it
+    new rank, in join()                 meeting                 rank 0 of the running ranks, in grow()
+    1. announces itself          -->    waiting/NUMBER   -->    reads the announcements since the last call
+    2. sees that it is invited   <--    invited/TOKEN    <--    invites it (or refuses it, by refused/TOKEN)
+    3. confirms that it waits    -->    ready/TOKEN      -->    waits 2 s for that, and broadcasts the tokens
+    4. makes the group           <--    admitted/TOKEN   <--    describes the new group; all running ranks make it
+    5. returns the group         <--    outcome          <--    says that all running ranks have made it
 
-The running ranks keep their group until all of them have made the new one (:func:`.survivors.make_together`), so they
-go on with it if a new rank dies meanwhile.
+The outcome is in the store of the new group, all other keys at the meeting. The running ranks keep their group until
+all of them have made the new one (:func:`.survivors.make_together`), so they go on with it if a new rank dies.
 """
 
 from __future__ import annotations
@@ -48,13 +49,14 @@ from .survivors import MADE, make_together
 __all__: list[str] = []
 
 _PREFIX = "dist_prims/join"
-_CPU = torch.device("cpu")
-_TIME_FOR_MEETING = 5.0  # seconds to reach the store of new ranks
+_TIME_FOR_MEETING = 5.0  # seconds for rank 0 of the running ranks to reach the meeting
 _TIME_TO_CONFIRM = 2.0  # seconds for an invited rank
 _TIME_FOR_ADMISSION = 20.0  # seconds after which a new rank announces itself again
-_MOST_AT_ONCE = 1024  # ranks that one call admits
+_OUTCOME = "outcome"  # the key
+_TIME_FOR_OUTCOME = 5.0  # seconds after the time for making the group
+_MOST_AT_ONCE = 1024  # announcements that one call of grow() reads
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds for a new rank that could not make a group
-_MOST_FAILURES = 32  # of a group on one host: each one uses space of its log, which a repair needs
+_MOST_FAILURES = 32  # calls of grow() on one host: each one uses space of the group's log, which a repair needs
 _SECRET_WOULD_BE_LOST = (
     "the running ranks have a secret of their launcher, which a new rank cannot know, and a group of several hosts "
     f"would have none; {REMEDY}"
@@ -63,29 +65,26 @@ _SECRET_WOULD_BE_LOST = (
 
 @dataclass(frozen=True)
 class _Admission:
-    """What a new rank needs to know to make the group."""
+    """What a new rank needs to know to make the group: the text at ``admitted/TOKEN``."""
 
-    store: str
-    prefix: str
-    name: str
-    rank: int
+    store: str  # the address of the store of the new group
+    prefix: str  # of the keys in it
+    name: str  # of the new group
+    rank: int  # of the new rank in it
     size: int
     timeout: float  # of the group, in seconds
-    limit: float  # for making it
-    traits: int  # of the group of the running ranks
-    options: dict[str, Any]
-
-    def text(self) -> str:
-        return json.dumps(self.__dict__)
+    limit: float  # seconds for making it
+    traits: int  # a Trait: what the new group inherits from the group of the running ranks
+    options: dict[str, Any]  # the BackendOptions of the running ranks, as far as they are given
 
 
 @dataclass(frozen=True)
 class _NewRank:
-    """A process that wants to join."""
+    """A process that wants to join, as it has announced itself."""
 
-    host: str
+    host: str  # its host_id()
     network: str  # the number of its network namespace
-    version: str = EARLIER_VERSION  # which announces no version
+    version: str = EARLIER_VERSION  # of the library, and of those that announce no version
 
 
 def grow(at: str | dist.Store, *, timeout: float = 30.0) -> dist.ProcessGroup:
@@ -128,22 +127,23 @@ def grow(at: str | dist.Store, *, timeout: float = 30.0) -> dist.ProcessGroup:
     """
     old = default_group()
     backend = repairable_backend(old, "grow")
+    # 1. Rank 0 invites the new ranks that it does not refuse.
     meeting, tokens, failure, is_remote = None, list[str](), None, False
     if backend.rank() == 0 and not _has_failed_too_often(backend):
         try:
-            meeting = _meeting(at, time.monotonic() + _TIME_FOR_MEETING)
+            meeting = _open_meeting(at, time.monotonic() + _TIME_FOR_MEETING)
             if backend.spans_hosts and would_lose_secret(own_address()):
                 raise RuntimeError(f"grow: {_SECRET_WOULD_BE_LOST}")
-            announced = {
-                token: new for token, new in _announced(meeting).items() if not _is_refused(meeting, token, new)
-            }
-            is_remote = any(new.host != host_id() for new in announced.values())
-            tokens = _invite(meeting, [*announced])
+            new_ranks = _read_announcements(meeting).items()
+            fit = {token: new for token, new in new_ranks if not _refuses(meeting, token, new)}
+            is_remote = any(new.host != host_id() for new in fit.values())
+            tokens = _invite(meeting, [*fit])
         except (OSError, RuntimeError, ValueError) as error:
             failure = error
+    # 2. All running ranks learn the tokens, and the name of the agreement by which they make the group.
     text, agreement, tokens = broadcast_value((failure_text(failure), secrets.token_hex(8), tokens), 0, old)
     check_failures("grow", failure, [text], old)
-    return _admit(old, backend, meeting, agreement, tokens, timeout, is_remote) if tokens else old
+    return _admit(old, meeting, agreement, tokens, timeout, is_remote) if tokens else old
 
 
 def _has_failed_too_often(backend: Any) -> bool:
@@ -151,9 +151,11 @@ def _has_failed_too_often(backend: Any) -> bool:
     return not backend.spans_hosts and made_group(backend.options.group_name).failed_grows >= _MOST_FAILURES
 
 
-def _is_refused(meeting: dist.Store, token: str, new: _NewRank) -> bool:
-    """Whether a new rank cannot be admitted because of its version or its host; a warning says why. The running ranks
-    go on."""
+def _refuses(meeting: dist.Store, token: str, new: _NewRank) -> bool:
+    """Whether a new rank cannot be admitted because of its version or its host; a warning says why.
+
+    A process of another version learns the reason. A process of another host waits on, for ranks that can admit it.
+    """
     if new.version != version():
         reason = (
             f"it has {new.version}, and the running ranks have {version()}; install the same version of dist_prims for "
@@ -176,23 +178,24 @@ def _is_refused(meeting: dist.Store, token: str, new: _NewRank) -> bool:
 
 
 def _admit(
-    old: dist.ProcessGroup,
-    backend: Any,
-    meeting: dist.Store | None,
-    agreement: str,
-    tokens: list[str],
-    limit: float,
-    is_remote: bool,
+    old: dist.ProcessGroup, meeting: dist.Store | None, agreement: str, tokens: list[str], limit: float, is_remote: bool
 ) -> dist.ProcessGroup:
-    """Make the group with the new ranks of these names; return it, or the old one if that fails.
+    """Make the group of the running ranks and the new ranks. Return it, or the old group if that fails.
 
-    ``is_remote``, on rank 0: some of the new ranks are on other hosts.
+    Args:
+        old: the group of the running ranks.
+        meeting: None on all ranks but 0.
+        agreement: the name of the agreement.
+        tokens: of the new ranks, in the order of their numbers.
+        limit: seconds for making the group.
+        is_remote: on rank 0, whether some of the new ranks are on other hosts.
     """
+    backend = repairable_backend(old, "grow")
     rank, size, name = backend.rank(), backend.size(), next_name(backend.options.group_name)
     made = made_group(backend.options.group_name)
 
-    def publish(address: str) -> None:
-        assert meeting is not None, "rank 0 serves the store of the new group"
+    def publish_admissions(address: str) -> None:  # on rank 0, which serves the store of the new group
+        assert meeting is not None
         secret = secret_of_group(meeting, True)
         for number, token in enumerate(tokens):
             admission = _Admission(
@@ -201,15 +204,15 @@ def _admit(
                 name=name,
                 rank=size + number,
                 size=size + len(tokens),
-                timeout=timeout_of(old, _CPU).total_seconds(),
+                timeout=timeout_of(old, torch.device("cpu")).total_seconds(),
                 limit=limit,
                 traits=made.request.heritage.value,
-                options=_fields(made.request.given),
+                options=_given_options(made.request.given),
             )
-            meeting.set(f"admitted/{token}", signed(secret, ("admitted", token), admission.text()))
+            meeting.set(f"admitted/{token}", signed(secret, ("admitted", token), json.dumps(vars(admission))))
 
-    attempt = RepairAttempt(backend, name, limit, agreement, len(tokens), is_remote=is_remote, serving=publish)
-    made.undecided_grow = agreement  # remains if run() raises, for shrink()
+    attempt = RepairAttempt(backend, name, limit, agreement, len(tokens), is_remote, serving=publish_admissions)
+    made.undecided_grow = agreement  # remains if run() raises: shrink() prevents that group
     if not attempt.run(make_together(rank, 0, tuple(range(size)))):
         made.undecided_grow = ""
         made.failed_grows += 1
@@ -221,10 +224,6 @@ def _admit(
         if made.key and not made_group(name).key:
             warn(f"the new ranks are on another host, and the ranks are no longer authenticated; {REMEDY}")
     return replace_group(old, attempt.backend, attempt.store, range(size), name)
-
-
-_OUTCOME = "outcome"
-_TIME_FOR_OUTCOME = 5.0  # seconds
 
 
 def join(at: str | dist.Store, *, timeout: float = 300.0) -> dist.ProcessGroup:
@@ -245,15 +244,16 @@ def join(at: str | dist.Store, *, timeout: float = 300.0) -> dist.ProcessGroup:
     if dist.is_initialized():
         raise RuntimeError("join: this process has a default group already; only a new process can join")
     deadline = time.monotonic() + timeout
-    meeting = _meeting(at, deadline)
+    meeting = _open_meeting(at, deadline)
     pause = _FIRST_PAUSE
     while True:
         admission = _wait_for_admission(meeting, deadline)
         if admission is None:
             continue
         limit = min(admission.limit + _TIME_FOR_OUTCOME, max(deadline - time.monotonic(), 0.1))
-        try:  # a store whose process is stopped answers nothing: a thread waits for it, and can be left
-            made = call_in_thread(functools.partial(_make, admission), limit, discard=lambda made: made[0].abort())
+        try:  # on a thread, which is left behind if the process of the store is stopped and no answer comes
+            make_group_and_store = functools.partial(_make_group, admission)
+            backend, store = call_in_thread(make_group_and_store, limit, discard=lambda made: made[0].abort())
         except (OSError, RuntimeError) as error:  # also CommError: a rank has failed, and the others go on without us
             if time.monotonic() > deadline:
                 raise TimeoutError(f"join: no group within {timeout:g} s: {error}") from error
@@ -261,13 +261,12 @@ def join(at: str | dist.Store, *, timeout: float = 300.0) -> dist.ProcessGroup:
             time.sleep(min(pause, max(deadline - time.monotonic(), 0)))
             pause = min(2 * pause, _LONGEST_PAUSE)
             continue
-        backend, store = made
         backend.set_timeout(timedelta(seconds=admission.timeout))
         return install_default_group(backend, store, admission.name)
 
 
 def _wait_for_admission(meeting: dist.Store, deadline: float) -> _Admission | None:
-    """Return what the running ranks admit this process to; None if they have invited it, but gone on without it."""
+    """Return the group to which the running ranks admit this process; None if they have gone on without it."""
     token, secret = secrets.token_hex(16), secret_of_group(meeting, True)
     _announce(meeting, token, secret, deadline)
     meeting.set(f"ready/{token}", "")
@@ -278,12 +277,12 @@ def _wait_for_admission(meeting: dist.Store, deadline: float) -> _Admission | No
         if time.monotonic() > deadline:
             raise
         return None
-    found = verified(meeting.get(f"admitted/{token}"), secret, ("admitted", token))
-    return _Admission(**json.loads(found[0])) if found else None
+    texts = verified(meeting.get(f"admitted/{token}"), secret, ("admitted", token))
+    return _Admission(**json.loads(texts[0])) if texts else None
 
 
 def _announce(meeting: dist.Store, token: str, secret: Secret | None, deadline: float) -> None:
-    """Announce this process until the running ranks invite it: the rank that reads an announcement may die."""
+    """Announce this process until the running ranks invite it: again and again, as the rank that reads it may die."""
 
     def is_invited() -> bool:
         key = f"refused/{token}"
@@ -298,15 +297,14 @@ def _announce(meeting: dist.Store, token: str, secret: Secret | None, deadline: 
         limit = min(deadline, time.monotonic() + _TIME_FOR_ADMISSION)
         try:
             until(is_invited, limit, awaited)
+            return
         except TimeoutError:
             if time.monotonic() > deadline:
                 raise
-        else:
-            return
 
 
-def _make(admission: _Admission) -> tuple[Any, dist.Store]:
-    """Make the group; return its backend and store when all running ranks have made it as well."""
+def _make_group(admission: _Admission) -> tuple[Any, dist.Store]:
+    """Make the group on a new rank; return its backend and store when all running ranks have made it as well."""
     store = dist.PrefixStore(admission.prefix, open_store(admission.store, admission.size, admission.limit))
     backend = make_group(
         GroupRequest(
@@ -333,7 +331,7 @@ def _make(admission: _Admission) -> tuple[Any, dist.Store]:
     return backend, store
 
 
-def _meeting(at: str | dist.Store, deadline: float) -> dist.Store:
+def _open_meeting(at: str | dist.Store, deadline: float) -> dist.Store:
     if isinstance(at, dist.Store):
         return dist.PrefixStore(_PREFIX, at)
     url = urlsplit(at)
@@ -341,7 +339,7 @@ def _meeting(at: str | dist.Store, deadline: float) -> dist.Store:
         return dist.PrefixStore(_PREFIX, dist.FileStore(url.path))
     if url.scheme == "tcp":
         server = split_address(url.netloc)
-        until(lambda: _is_listening(server), deadline, f"a store at {at}")  # torch would try for longer
+        until(lambda: _is_listening(server), deadline, f"a store at {at}")  # torch's client would try for longer
         return dist.PrefixStore(_PREFIX, connect(*server, 1, _TIME_FOR_ADMISSION))
     raise ValueError(f"the place of new ranks is {at!r}; give file:///path, tcp://host:port, or a store")
 
@@ -354,30 +352,33 @@ def _is_listening(server: tuple[str, int]) -> bool:
     return True
 
 
-def _announced(meeting: dist.Store) -> dict[str, _NewRank]:
-    """Return the new ranks that have announced themselves, by their names."""
+def _read_announcements(meeting: dist.Store) -> dict[str, _NewRank]:
+    """Return by token the new ranks that have announced themselves since the last call and have no answer yet."""
+    # 1. The numbers of the announcements: "waiting" counts all of them, and "served" those that have been read.
     first = meeting.add("served", 0) + 1
     last = min(meeting.add("waiting", 0), first + _MOST_AT_ONCE - 1)
     if first > last:
         return {}
     meeting.add("served", last - first + 1)
+    # 2. Their texts. A new rank counts its announcement before it sets the text, and may die between the two.
     deadline = time.monotonic() + _TIME_TO_CONFIRM
     keys = [f"waiting/{number}" for number in range(first, last + 1)]
     try:
         until(lambda: meeting.check(keys), deadline, "the names of new ranks")
-    except TimeoutError:  # a rank has died between its two calls
+    except TimeoutError:
         keys = [key for key in keys if meeting.check([key])]
+    # 3. The new ranks. Some have announced themselves several times, and have an answer to an earlier announcement.
     secret = secret_of_group(meeting, True)
-    found = [verified(meeting.get(key), secret, ("waiting",)) for key in keys]
-    if None in found:
+    announcements = [verified(meeting.get(key), secret, ("waiting",)) for key in keys]
+    if None in announcements:
         warn(f"a process that wants to join is refused: it does not know the secret of this job; {REMEDY}")
-    announced = {texts[0]: _NewRank(*texts[1:4]) for texts in found if texts and len(texts) >= 3}  # some several times
-    answered = {token for token in announced for key in ("invited", "refused") if meeting.check([f"{key}/{token}"])}
-    return {token: new for token, new in announced.items() if token not in answered}
+    new_ranks = {texts[0]: _NewRank(*texts[1:4]) for texts in announcements if texts and len(texts) >= 3}
+    answered = {token for token in new_ranks for key in ("invited", "refused") if meeting.check([f"{key}/{token}"])}
+    return {token: new for token, new in new_ranks.items() if token not in answered}
 
 
 def _invite(meeting: dist.Store, tokens: list[str]) -> list[str]:
-    """Invite the new ranks of these names; return those that have confirmed that they are waiting."""
+    """Invite the new ranks with these tokens; return the tokens of those that have confirmed that they wait."""
     for token in tokens:
         meeting.set(f"invited/{token}", "")
     ready = [f"ready/{token}" for token in tokens]
@@ -389,8 +390,8 @@ def _invite(meeting: dist.Store, tokens: list[str]) -> list[str]:
     return tokens
 
 
-def _fields(options: BackendOptions | None) -> dict[str, Any]:
-    """Return the arguments of BackendOptions that are given. Zero is a value of ``one_shot_bytes``."""
+def _given_options(options: BackendOptions | None) -> dict[str, Any]:
+    """Return the arguments of BackendOptions that are given; ``one_shot_bytes=0`` is one of them."""
     if options is None:
         return {}
     others = {name: getattr(options, name) for name in ("slot_bytes", "one_shot_bytes", "transport")}

@@ -1,6 +1,7 @@
-"""Which processes have ended, wherever they run, and which hosts answer nothing.
+"""Detects which processes have ended, wherever they run, and which hosts answer nothing.
 
-Where a process has ended, nothing listens at its address any more: the kernel of its host refuses a connection.
+A process listens at its address while it runs (:mod:`dist_prims.rendezvous.served`). After its end nothing listens
+there, so the kernel of its host refuses a connection.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ from ..rendezvous.served import answers
 
 __all__: list[str] = []
 
-_BETWEEN, _PROBE_TIME = 0.1, 0.1  # seconds
-_TIME_IN_DOUBT = 0.5  # seconds for a host that has not answered the probe before
-_CLOSED_PORT = 1  # which a host refuses, even if its processes accept nothing
+_INTERVAL = 0.1  # seconds between probes, or twice the time of the last one
+_PROBE_TIME = 0.1  # seconds in which a host must answer
+_TIME_IN_DOUBT = 0.5  # the same, if a host did not answer the last probe
+_CLOSED_PORT = 1  # which the kernel of a host refuses, even if its processes are stopped
 
 
 class ProcessProbe:
-    """Connects at intervals to addresses at which processes listen while they run: :mod:`dist_prims.rendezvous.served`.
+    """Connects to the addresses of processes at intervals: each time is a *probe*.
 
-    ``first`` is the time in seconds until the first probe. ``silent`` are the positions of the watched addresses whose
-    hosts have not answered two probes in a row.
+    A process has the position of its address in ``addresses``. ``silent`` has the positions of those whose hosts have
+    not answered two probes in a row. ``first`` is the time in seconds until the first probe.
 
     >>> probe = ProcessProbe(["127.0.0.1:1"], first=0)
     >>> probe.ended([0]), probe.silent
@@ -36,18 +38,20 @@ class ProcessProbe:
         self.silent: set[int] = set()
 
     def ended(self, watched: Iterable[int]) -> set[int]:
-        """Return the positions of the addresses whose processes have ended; a probe asks the watched ones only."""
+        """Return the processes that are known to have ended, after a probe of the ``watched`` ones if it is due."""
         began = time.monotonic()
         if began >= self._next:
-            left = {each: self._addresses[each] for each in watched if each not in self._ended}
-            asked = {*left.values(), *(f"{host}:{_CLOSED_PORT}" for host in self._in_doubt)}
-            found = answers(asked, _TIME_IN_DOUBT if self._in_doubt else _PROBE_TIME)
-            self._ended |= {each for each, address in left.items() if not found.get(address, True)}
-            quiet = set(map(_host, asked)) - set(map(_host, found))
-            self.silent = {each for each, address in left.items() if _host(address) in quiet & self._in_doubt}
-            self._in_doubt = quiet
+            running = {position: self._addresses[position] for position in watched if position not in self._ended}
+            asked = {*running.values(), *(f"{host}:{_CLOSED_PORT}" for host in self._in_doubt)}
+            is_listening = answers(asked, _TIME_IN_DOUBT if self._in_doubt else _PROBE_TIME)
+            self._ended |= {position for position, address in running.items() if not is_listening.get(address, True)}
+            # A host that has answered for none of its addresses is in doubt, and silent if it was in doubt before.
+            unanswered = set(map(_host, asked)) - set(map(_host, is_listening))
+            silent_hosts = unanswered & self._in_doubt
+            self.silent = {position for position, address in running.items() if _host(address) in silent_hosts}
+            self._in_doubt = unanswered
             after = time.monotonic()
-            self._next = after + max(_BETWEEN, 2 * (after - began))
+            self._next = after + max(_INTERVAL, 2 * (after - began))
         return self._ended
 
 

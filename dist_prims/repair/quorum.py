@@ -1,18 +1,19 @@
-"""Registers on several servers, of which a majority must be reachable: the agreement of survivors on several hosts.
+"""Registers on several servers, of which a majority must be reachable: the survivors on several hosts agree by them.
 
 Up to five ranks of a group that spans hosts serve registers, at first the first rank of each host. A record is written
-to all of them, and read from a majority. A decision is made by Paxos. An acceptor is a key of a server, which the
-proposer changes by compare-and-set, so a server needs to know nothing about Paxos:
+to all servers, and read from a majority. A decision is made by Paxos, whose acceptors are the servers. The state of an
+acceptor for one decision is a value of its server, which a proposer changes by compare-and-set. So a server needs to
+know nothing about Paxos. A rank that proposes a value numbers its attempts by *ballots*, and does for each:
 
-1. The proposer raises the ballot that each acceptor has promised, and learns the value that it has accepted last. A
-   promise counts only if this proposal has raised it: a rank that proposes again after an error may have another
-   value.
-2. Where a majority has promised, the proposer lets a majority accept: the value with the highest ballot among the
-   accepted ones, or its own if there is none.
+1. It asks each acceptor to promise this ballot: the acceptor refuses lower ballots from then on. The answer has the
+   value that the acceptor has accepted last. A promise counts only if this proposal has raised it: a rank that proposes
+   again after an error may have another value for the same ballot.
+2. If a majority has promised, it asks the acceptors to accept a value: of the values in the answers the one with the
+   highest ballot, or its own if there is none. What a majority has accepted with one ballot is decided.
 
 Ranks that reach no majority, as on the smaller side of a network that is cut in two, raise: so no second group forms.
 
-The steps are generators, like those of :mod:`survivors`, which the tests explore in all interleavings.
+Like those of :mod:`.survivors`, the steps are generators, of which the tests explore all interleavings.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from ..rendezvous.register_server import GroupRegisters, RegisterClient
 
 __all__: list[str] = []
 
-Server = GroupRegisters | RegisterClient
+Server = GroupRegisters | RegisterClient  # this rank's own registers, or a connection to the registers of another rank
 
-_TIME_TO_RETURN, _LONGEST_TIME_TO_RETURN = 1.0, 8.0  # seconds
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 8.0  # seconds without a call to a server that could not be reached
 
 
 class NoMajorityError(Exception):
@@ -40,12 +41,12 @@ class NoMajorityError(Exception):
 
 @dataclass(frozen=True)
 class CompareAndSet:
-    """Request to change a key of one acceptor from ``expected`` to ``desired``.
+    """Request to change the value of a key on one server to ``desired`` if it is ``expected``; "" stands for no value.
 
-    The answer is the value of the key afterwards, or None if the acceptor cannot be reached. "" stands for no value.
+    The answer is the value of the key afterwards, or None if the server cannot be reached.
     """
 
-    acceptor: int
+    acceptor: int  # the number of the server
     key: str
     expected: str
     desired: str
@@ -53,10 +54,10 @@ class CompareAndSet:
 
 @dataclass(frozen=True)
 class AcceptorState:
-    """The state of an acceptor."""
+    """The state of an acceptor for one decision."""
 
-    promised: int = 0
-    ballot: int = 0  # of the value that it has accepted, 0 for none
+    promised: int = 0  # the ballot
+    ballot: int = 0  # with which it has accepted the value; 0: it has accepted none
     value: str = ""
 
     def text(self) -> str:
@@ -67,25 +68,31 @@ class AcceptorState:
         return cls(*json.loads(text)) if text else cls()
 
 
-Ask = Generator[CompareAndSet, "str | None", Any]
+Steps = Generator[CompareAndSet, "str | None", Any]  # yields requests, and receives their answers
 
 
-def propose(key: str, value: str, rank: int, ranks: int, acceptors: int) -> Ask:
-    """Return the value that stands, which is ``value`` if there was none. Raise NoMajorityError."""
+def propose(key: str, value: str, rank: int, ranks: int, acceptors: int) -> Steps:
+    """Propose a value for a decision. Return what is decided, which is ``value`` if nothing was. Raise NoMajorityError.
+
+    ``ranks`` and ``acceptors`` are their numbers.
+    """
     majority = acceptors // 2 + 1
-    ballot = ranks + rank
+    ballot = ranks + rank  # the remainder by ``ranks`` is the rank, so no two ranks have the same ballot
     while True:
-        answers = yield from _ask_all(key, acceptors, functools.partial(_promised, ballot))
+        # 1. The promises.
+        answers = yield from _change_states(key, acceptors, functools.partial(_promised, ballot))
         states = [state for state, _ in answers]
-        if accepted := _decided(states, majority):
-            return accepted
+        if decided := _decided(states, majority):
+            return decided
+        # 2. The acceptances.
         if sum(is_changed for _, is_changed in answers) >= majority:
             last = max(states, key=lambda state: state.ballot)
             chosen = last.value if last.ballot else value
-            answers = yield from _ask_all(key, acceptors, functools.partial(_accepted, ballot, chosen))
+            answers = yield from _change_states(key, acceptors, functools.partial(_accepted, ballot, chosen))
             states = [state for state, _ in answers]
             if sum(state.ballot == ballot for state in states) >= majority:
                 return chosen
+        # 3. Another rank has a higher ballot: go on with a ballot above all promises.
         ballot = (max(state.promised for state in states) // ranks + 1) * ranks + rank
 
 
@@ -100,120 +107,120 @@ def _accepted(ballot: int, value: str, state: AcceptorState) -> AcceptorState:
 def _decided(states: Sequence[AcceptorState], majority: int) -> str:
     """The value that a majority has accepted with one ballot; empty if there is none."""
     for state in states:
-        if state.ballot and sum(each.ballot == state.ballot for each in states) >= majority:
+        if state.ballot and sum(other.ballot == state.ballot for other in states) >= majority:
             return state.value
     return ""
 
 
-def _ask_all(key: str, acceptors: int, change: Callable[[AcceptorState], AcceptorState]) -> Ask:
-    """Change the state of each acceptor that can be reached; return the states afterwards, and whether each was
-    changed by this call."""
+def _change_states(key: str, acceptors: int, change: Callable[[AcceptorState], AcceptorState]) -> Steps:
+    """Apply ``change`` to the state of each acceptor that can be reached. Return for each of these its state
+    afterwards, and whether this call has changed it; raise NoMajorityError if they are too few."""
     answers: list[tuple[AcceptorState, bool]] = []
     for acceptor in range(acceptors):
-        expected = AcceptorState().text()
-        found = yield CompareAndSet(acceptor, key, "", expected)
-        while found is not None:
-            state = AcceptorState.parse(found)
+        current = yield CompareAndSet(acceptor, key, "", AcceptorState().text())  # reads the value, which exists then
+        while current is not None:
+            state = AcceptorState.parse(current)
             desired = change(state)
             if desired == state:
                 answers.append((state, False))
                 break
-            expected, found = found, (yield CompareAndSet(acceptor, key, found, desired.text()))
-            if found == desired.text():
+            current = yield CompareAndSet(acceptor, key, current, desired.text())
+            if current == desired.text():
                 answers.append((desired, True))
                 break
+            # Another rank has changed the state meanwhile: apply the change to that state.
     if len(answers) <= acceptors // 2:
         raise NoMajorityError
     return answers
 
 
 class Acceptor:
-    """One of the servers. ``connect`` opens a connection, or raises OSError as its calls may.
+    """The calls of this rank to one of the servers.
 
-    A call returns None if the server cannot be reached. It is then not called for a second, and twice as long after
-    each further failure. A server that ``is_suspected`` counts as one that could not be reached twice.
+    A call returns None if the server cannot be reached. The server is then not called for a second, and twice as long
+    after each further failure. A server that ``is_suspected`` counts as one that could not be reached twice.
+    ``connect`` opens a connection. It and the calls of the connection may raise OSError.
     """
 
     def __init__(self, connect: Callable[[], Server], is_suspected: bool = False) -> None:
         self._connect = connect
-        self._pause = 2 * _TIME_TO_RETURN if is_suspected else _TIME_TO_RETURN
-        self._resume = time.monotonic() + self._pause if is_suspected else -math.inf
-        self._client: Server | None = None
+        self._pause = 2 * _FIRST_PAUSE if is_suspected else _FIRST_PAUSE  # after the next failure
+        self._resume = time.monotonic() + self._pause if is_suspected else -math.inf  # no call before this time
+        self._server: Server | None = None  # the connection
 
     def call(self, operation: str, *arguments: Any) -> Any:
         if time.monotonic() < self._resume:
             return None
         try:
-            if self._client is None:
-                self._client = self._connect()
-            answer = self._client.call(operation, *arguments)
+            if self._server is None:
+                self._server = self._connect()
+            answer = self._server.call(operation, *arguments)
         except OSError:
             self.close()
             self._resume = time.monotonic() + self._pause
-            self._pause = min(2 * self._pause, _LONGEST_TIME_TO_RETURN)
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
             return None
-        self._pause = _TIME_TO_RETURN
+        self._pause = _FIRST_PAUSE
         return answer
 
     def close(self) -> None:
         """Close the connection; a further call opens another one."""
-        if self._client is not None:
-            self._client.close()
-        self._client = None
+        if self._server is not None:
+            self._server.close()
+        self._server = None
 
 
 class QuorumRegisters:
-    """Registers on servers that may be lost. Every call raises NoMajorityError if a majority of them is.
+    """The registers (:class:`.registers.Registers`) of one agreement, on servers of which a minority may be lost.
 
-    A group has several agreements, one after another, whose keys begin with the name of the agreement. A record belongs
-    to the agreement that its text names.
+    A call raises NoMajorityError if it reaches less than a majority. The servers keep the registers of all agreements
+    of the group: the keys of decisions begin with the name of the agreement, and the text of a record contains it.
+    ``rank`` and ``size`` are this rank and the number of ranks.
     """
 
     def __init__(self, acceptors: Sequence[Acceptor], agreement: str, rank: int, size: int) -> None:
         self._acceptors, self._agreement, self._rank, self._size = acceptors, agreement, rank, size
-        self._decisions: dict[str, str] = {}
+        self._decisions: dict[str, str] = {}  # by key without the name of the agreement, as far as this rank knows
 
     def announce(self, text: str) -> None:
-        self._ask("announce", self._rank, time.monotonic_ns(), json.dumps([self._agreement, text]))
+        self._call_majority("announce", self._rank, time.monotonic_ns(), json.dumps([self._agreement, text]))
 
     def read(self) -> tuple[Mapping[int, str], Mapping[str, str]]:
-        found: dict[int, tuple[int, str]] = {}
-        for records, decisions in self._ask("read"):
-            for rank, (number, text) in records:
-                found[rank] = max(found.get(rank, (0, "")), (number, text))
-            prefix = f"{self._agreement}/"
+        newest: dict[int, tuple[int, str]] = {}  # the time of a record, on the clock of its rank, and its text
+        prefix = f"{self._agreement}/"
+        for records, decisions in self._call_majority("read"):
+            for rank, (announced, text) in records:
+                newest[rank] = max(newest.get(rank, (0, "")), (announced, text))
             self._decisions.update(
                 (key.removeprefix(prefix), value) for key, value in decisions.items() if key.startswith(prefix)
             )
-        records = {rank: json.loads(text) for rank, (_, text) in found.items()}
-        return {rank: text for rank, (name, text) in records.items() if name == self._agreement}, self._decisions
+        by_rank = {rank: json.loads(text) for rank, (_, text) in newest.items()}
+        return {rank: text for rank, (name, text) in by_rank.items() if name == self._agreement}, self._decisions
 
     def decide(self, key: str, value: str) -> str:
         if key not in self._decisions:
-            name = f"{self._agreement}/{key}"
-            steps = propose(name, value, self._rank, self._size, len(self._acceptors))
+            full_key = f"{self._agreement}/{key}"
+            steps = propose(full_key, value, self._rank, self._size, len(self._acceptors))
             try:
                 request = next(steps)
                 while True:
-                    request = steps.send(self._perform(request))
+                    acceptor = self._acceptors[request.acceptor]
+                    answer = acceptor.call("compare_and_set", request.key, request.expected, request.desired)
+                    request = steps.send(answer)
             except StopIteration as ended:
                 self._decisions[key] = ended.value
-            self._ask("publish", name, self._decisions[key])  # so that others need not propose
+            self._call_majority("publish", full_key, self._decisions[key])  # so that other ranks need not propose
         return self._decisions[key]
 
     def close(self) -> None:
         """Close the connections to the servers."""
-        for each in self._acceptors:
-            each.close()
+        for acceptor in self._acceptors:
+            acceptor.close()
 
-    def _perform(self, request: CompareAndSet) -> str | None:
-        acceptor = self._acceptors[request.acceptor]
-        found: str | None = acceptor.call("compare_and_set", request.key, request.expected, request.desired)
-        return found
-
-    def _ask(self, operation: str, *arguments: Any) -> list[Any]:
-        """Return what the servers answer that can be reached, if they are a majority."""
-        answers = [answer for each in self._acceptors if (answer := each.call(operation, *arguments)) is not None]
+    def _call_majority(self, operation: str, *arguments: Any) -> list[Any]:
+        """Call all servers. Return the answers of those that can be reached, if they are a majority."""
+        answers = [acceptor.call(operation, *arguments) for acceptor in self._acceptors]
+        answers = [answer for answer in answers if answer is not None]
         if len(answers) <= len(self._acceptors) // 2:
             raise NoMajorityError
         return answers

@@ -2,7 +2,7 @@
 
 torch 2.15 has no public function for it yet, but ``torch.distributed._reconfigure`` and two others:
 
-1. Each future member gets its *handle*, a string, and the program sends it to the other members.
+1. Each future member gets its *handle*, a string that names its process, and the program sends it to all members.
 2. Each member calls reconfigure with the handles of all members and a uuid, the number of this call. The ranks have the
    order of the handles.
 3. The calls return when the group is made. A member is a process of the old group, of another group, or a new process
@@ -10,10 +10,10 @@ torch 2.15 has no public function for it yet, but ``torch.distributed._reconfigu
 
 The survivors need no agreement (:mod:`.survivors`), because the program chooses the members. The group is made by the
 same function as after a repair. A handle contains the address of a store that its process serves, and the members meet
-at the store of the first handle. The store of the job, which may have ended with its process, is not needed.
+at the store of rank 0. The store of the job, which may have ended with its process, is not needed.
 
-The old group ends when reconfigure begins: a rank that waits in one of its calls gets an error, and can then call
-reconfigure as well.
+The old group ends when reconfigure begins: a rank that waits in a call of the old group gets an error, and can then
+call reconfigure as well.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from .process_probe import ProcessProbe
 
 __all__: list[str] = []
 
-_PURPOSE = "reconfigure"  # of the codes in handles
+_PURPOSE = "reconfigure"  # of the codes in handles, and of the keys in the store
 _TIME_FOR_REASON = 0.5  # seconds after the deadline for an error that names the late ranks
-_FIRST_PROBE = 0.3  # seconds: usually the group is made by then
+_FIRST_PROBE = 0.3  # seconds until the members are probed: usually the group is made by then
 
 
 @dataclass(frozen=True, order=True)
 class _Handle:
-    """Names a process to the other members. Handles in no order are sorted: by rank, then by the random token."""
+    """Names a process to the other members. Handles without an order are sorted: by rank, then by token."""
 
-    rank: int  # in its first group
-    token: str
-    code: str  # shows that the process knows the secret of its launcher; empty without one
-    world: str  # the attempt that has made the default group of the process; empty without one of this backend
-    global_rank: int  # in that group
+    rank: int  # of the process in its first group
+    token: str  # random
+    code: str  # shows that the process knows the secret of its launcher; empty if it has no secret
+    world: str  # the attempt that has made its default group; empty if it has no default group of this backend
+    global_rank: int  # of the process in its default group
     address: str  # of the store that the process serves
 
     def text(self) -> str:
@@ -66,74 +66,84 @@ class _Handle:
 
     @classmethod
     def parse(cls, text: str) -> _Handle:
-        found = re.fullmatch(rf"{NAME}:(\d+):([0-9a-f]{{16}}):([0-9a-f]*):(\w*):(\d+):(.+:\d+)", text)
-        if not found:
+        match = re.fullmatch(rf"{NAME}:(\d+):([0-9a-f]{{16}}):([0-9a-f]*):(\w*):(\d+):(.+:\d+)", text)
+        if not match:
             raise ValueError(
                 f"reconfigure: {text!r} is no handle of this backend; pass what get_reconfigure_handle has returned on "
                 "each member"
             )
-        rank, token, code, world, global_rank, address = found.groups()
+        rank, token, code, world, global_rank, address = match.groups()
         return cls(int(rank), token, code, world, int(global_rank), address)
 
 
 def reconfigure_handle(rank: int) -> str:
-    """Return a new handle of this process; called by C++, once for a group object."""
+    """Return a new handle of this process; called by C++, once for a group object. ``rank``: in its first group."""
     token, secret = secrets.token_hex(8), remembered()
+    code = secret.code(_PURPOSE, token) if secret else ""
+    world, global_rank = _world()
     _, address = served_store(own_address())
-    return _Handle(rank, token, secret.code(_PURPOSE, token) if secret else "", *_world(), address).text()
+    return _Handle(rank, token, code, world, global_rank, address).text()
 
 
 def _world() -> tuple[str, int]:
-    """The attempt that has made the default group, and the rank of this process in it."""
-    if dist.is_initialized() and (made := find_made_group(default_group())):
-        return made.attempt, default_group().rank()
+    """The fields ``world`` and ``global_rank`` of the handle of this process."""
+    if dist.is_initialized() and (world := find_made_group(default_group())):
+        return world.attempt, default_group().rank()
     return "", 0
 
 
 def reconfigured_backend(
     backend: Any, uuid: int, own: str, handles: Sequence[str], is_ordered: bool, timeout: timedelta
 ) -> Any:
-    """Return the backend of the group of these members; called by C++, which puts it in the place of ``backend``.
+    """Make the group of these members, and return its backend. C++ calls this, and puts the result in the place of
+    ``backend``.
 
-    ``own`` is the handle of this process, and ``timeout`` limits the call.
+    Args:
+        backend: of the old group.
+        uuid: the number of this call, the same on all members.
+        own: the handle of this process.
+        handles: of all members.
+        is_ordered: whether the handles have the order of the new ranks.
+        timeout: of this call.
     """
     # 1. The members and their order. Nothing has been sent yet.
     rank, members = _members(own, handles, is_ordered)
     one_launcher = _have_one_launcher(members)
-    _require_secret(members, one_launcher)
-    # 2. The old group ends.
+    _require_secret(one_launcher)
+    # 2. The old group ends, unless an earlier call has had this uuid: then use_uuid() raises.
     backend.use_uuid(uuid)
     backend.abort()  # the other ranks learn that this one makes no further calls in the old group
     # 3. What the old group was for torch: the default group, a group of known global ranks, or neither.
     old = made_group(backend.options.group_name)
-    group = next((each for each in known_groups() if find_made_group(each) is old), None)
-    world, own_rank = _world()
-    ranks: list[int] = []  # the global ranks; empty for the default group, or if they are unknown
+    group = next((known for known in known_groups() if find_made_group(known) is old), None)
+    world, own_global_rank = _world()
+    global_ranks: list[int] = []  # of the members; empty for the default group, or if they are unknown
     is_default = dist.is_initialized() and group is default_group()
-    if not is_default and world and all(each.world == world for each in members):
-        ranks = [each.global_rank for each in members]
+    if not is_default and world and all(member.world == world for member in members):
+        global_ranks = [member.global_rank for member in members]
     traits = Trait.NONE
     if not one_launcher:
         traits |= Trait.SEVERAL_LAUNCHERS
-    if not (is_default or ranks):
+    if not (is_default or global_ranks):
         traits |= Trait.NO_GLOBAL_RANKS
-    # 4. The new group meets and is made.
-    made, store, groups = _make(old.request, uuid, rank, members, timeout, ranks, traits)
-    made.set_timeout(backend.options._timeout)
+    # 4. The new group is made.
+    new_backend, store, group_counts = _make_group(old.request, uuid, rank, members, timeout, global_ranks, traits)
+    new_backend.set_timeout(backend.options._timeout)
     if rank == 0 and old.key and not made_group(old.request.name).key:
         warn(f"reconfigure: the members are no longer authenticated; {REMEDY}")
-    # 5. torch's tables name the new members.
+    # 5. torch's tables name the new members. torch names new groups by their number, which must be the same on all.
     if is_default:
-        ranks = list(range(len(members)))
-        count_groups_from(groups)
+        global_ranks = list(range(len(members)))
+        count_groups_from(max(group_counts))
     if group:  # torch does not list groups of ProcessGroup.split_group
-        replace_members(group, store, {each: place for place, each in enumerate(ranks)} or {own_rank: rank})
-    return made
+        new_ranks = {global_rank: new_rank for new_rank, global_rank in enumerate(global_ranks)}
+        replace_members(group, store, new_ranks or {own_global_rank: rank})
+    return new_backend
 
 
 def _members(own: str, handles: Sequence[str], is_ordered: bool) -> tuple[int, list[_Handle]]:
-    """Return the new rank of this process, and the members by rank."""
-    members = [_Handle.parse(each) for each in handles]
+    """Return the new rank of this process, and the handles of the members by new rank."""
+    members = [_Handle.parse(text) for text in handles]
     if len(set(members)) < len(members):
         raise ValueError("reconfigure: a handle is listed twice; list each member once")
     if not is_ordered:
@@ -147,12 +157,12 @@ def _members(own: str, handles: Sequence[str], is_ordered: bool) -> tuple[int, l
 
 
 def _have_one_launcher(members: Sequence[_Handle]) -> bool:
-    """Whether all members know the secret of the launcher of this process; every member finds the same."""
+    """Whether all members know the secret of the launcher of this process. All members get the same answer."""
     secret = remembered()
-    return secret is not None and all(secret.is_code(each.code, _PURPOSE, each.token) for each in members)
+    return secret is not None and all(secret.is_code(member.code, _PURPOSE, member.token) for member in members)
 
 
-def _require_secret(members: Sequence[_Handle], one_launcher: bool) -> None:
+def _require_secret(one_launcher: bool) -> None:
     """Raise RuntimeError if this process has a secret that other members do not know, and the group would have none."""
     if not one_launcher and would_lose_secret(own_address()):
         raise RuntimeError(
@@ -161,48 +171,46 @@ def _require_secret(members: Sequence[_Handle], one_launcher: bool) -> None:
         )
 
 
-def _make(
+def _make_group(
     old: GroupRequest,
     uuid: int,
     rank: int,
     members: Sequence[_Handle],
     timeout: timedelta,
-    ranks: list[int],
+    global_ranks: list[int],
     traits: Trait,
-) -> tuple[Any, dist.Store, int]:
-    """Make the group; return its backend, a store that its members share, and the number of groups that the member with
-    the most has made.
+) -> tuple[Any, dist.Store, list[int]]:
+    """Make the group. Return its backend, a store of its members, and the number of groups that each member has made.
 
-    A store whose process is stopped answers nothing: a thread waits for it, and can be left.
+    The group is made on a thread of its own, which is left behind if no answer comes because the process of the store
+    is stopped. The parameters are those of :func:`reconfigured_backend`; ``rank`` is the new rank of this process.
     """
     size, limit = len(members), timeout.total_seconds()
     deadline = time.monotonic() + limit
-    probe = ProcessProbe([each.address for each in members], _FIRST_PROBE)
+    probe = ProcessProbe([member.address for member in members], _FIRST_PROBE)
 
     def ended() -> list[int]:
-        return sorted(probe.ended([each for each in range(size) if each != rank]))
+        return sorted(probe.ended([other for other in range(size) if other != rank]))
 
-    def make() -> tuple[Any, dist.Store, int]:
+    def make_new_group() -> tuple[Any, dist.Store, list[int]]:
         store = dist.PrefixStore(f"{_PURPOSE}/{uuid}", open_store(members[0].address, size, limit))
-        _compare(store, members)
+        _compare_members(store, members)
         store.set(f"groups/{rank}", str(group_count()))
-        left = timedelta(seconds=max(0.1, deadline - time.monotonic()))
-        new = dataclasses.replace(
+        request = dataclasses.replace(
             old,
             store=store,
             rank=rank,
             size=size,
-            timeout=left,
-            ranks=ranks,
+            timeout=timedelta(seconds=max(0.1, deadline - time.monotonic())),
+            ranks=global_ranks,
             origin=Origin.RECONFIGURED,
             inherited=traits,
         )
-        made = make_group(new, ended)
-        groups = store.multi_get([f"groups/{each}" for each in range(size)])
-        return made, store, max(map(int, groups))
+        backend = make_group(request, ended)
+        return backend, store, [*map(int, store.multi_get([f"groups/{other}" for other in range(size)]))]
 
     try:
-        return call_in_thread(make, limit + _TIME_FOR_REASON, discard=lambda late: late[0].abort())
+        return call_in_thread(make_new_group, limit + _TIME_FOR_REASON, discard=lambda made: made[0].abort())
     except ConnectionRefusedError:
         raise PeerDiedError(
             f"rank {rank}: reconfigure: the process of new rank 0 has ended; leave its handle out, and call "
@@ -217,9 +225,9 @@ def _make(
         ) from error
 
 
-def _compare(store: dist.Store, members: Sequence[_Handle]) -> None:
-    """Raise ValueError if another member has come with other handles, or with the same in another order."""
-    digest = hashlib.sha256("\n".join(each.text() for each in members).encode()).hexdigest()
+def _compare_members(store: dist.Store, members: Sequence[_Handle]) -> None:
+    """Raise ValueError if another member has passed other handles, or the same handles in another order."""
+    digest = hashlib.sha256("\n".join(member.text() for member in members).encode()).hexdigest()
     if store.compare_set("members", "", digest).decode() != digest:
         raise ValueError(
             "reconfigure: another member has passed other handles with this uuid, or the same in another order; pass "

@@ -1,7 +1,8 @@
-"""What the survivors of a group agree by: a record of each rank, and decisions of which the first value stands.
+"""The registers by which the survivors of a group agree: a record of each rank, and decisions.
 
-On one host both are in the shared memory of the group (``csrc/shm/shared_log.h``), which lasts as long as one of its
-ranks. Between hosts they are in several stores, see :mod:`quorum`.
+A *record* is a text that only its rank replaces. A *decision* has a key, and the first value that a rank proposes for
+the key stands. On one host the registers are a log in the shared memory of the group (``csrc/shm/shared_log.h``), which
+lasts as long as one of its ranks. Between hosts several ranks serve them: :class:`.quorum.QuorumRegisters`.
 """
 
 from __future__ import annotations
@@ -22,20 +23,21 @@ class Registers(Protocol):
         """Replace the record of this rank."""
 
     def read(self) -> tuple[Mapping[int, str], Mapping[str, str]]:
-        """The records by rank, and the decisions by key. A decision that stood before the call is among them."""
+        """Return the records by rank, and the decisions by key: at least those that stood before the call."""
 
     def decide(self, key: str, value: str) -> str:
-        """Propose a value; return the one that stands."""
+        """Propose a value for a key; return the value that stands."""
 
     def close(self) -> None:
-        """Release what the use of the registers needs."""
+        """Close the connections to servers, if there are any."""
 
 
 class SharedRegisters:
-    """Registers in the shared memory of a group on one host. ``backend`` is the group's, ended or not.
+    """The registers of one agreement, in the shared memory of a group on one host.
 
-    A text in the log is the agreement that it belongs to, and a record, or a key and a value. The first value of a key
-    stands.
+    An entry of the log has a rank, and a text that is JSON: ``[agreement, record]``, or ``[agreement, key, value]`` for
+    a proposal. The log has an order, and the same for all ranks: the last record of a rank counts, and the first value
+    of a key. ``backend``: of the group, which may have ended.
     """
 
     def __init__(self, backend: Any, agreement: str) -> None:
@@ -59,14 +61,14 @@ class SharedRegisters:
         _, decisions = self.read()
         if key not in decisions:
             self._append(self._agreement, key, value)
-            _, decisions = self.read()
+            _, decisions = self.read()  # another rank may have proposed before
         return decisions[key]
+
+    def close(self) -> None:
+        """Do nothing: the memory belongs to the group."""
 
     def _append(self, *parts: str) -> None:
         try:
             self._backend.append_to_log(json.dumps(parts))
-        except ValueError as error:
+        except ValueError as error:  # the log is full
             raise CommError(f"the group cannot be repaired any more: {error}; start the job again") from error
-
-    def close(self) -> None:
-        """The memory belongs to the group."""

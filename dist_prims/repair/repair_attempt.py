@@ -1,4 +1,7 @@
-"""Performs the requests of the survivors' agreement on one rank: registers, processes, stores, and the new group."""
+"""One rank's side of a repair: it performs what the agreement of survivors requests, up to making the new group.
+
+The requests are what the generators of :mod:`.survivors` yield: uses of the registers, and making the group.
+"""
 
 from __future__ import annotations
 
@@ -44,31 +47,38 @@ from .survivors import (
 
 __all__: list[str] = []
 
-_TIME_FOR_SUSPECTS = 0.3  # seconds for a rank that is believed to be gone to show that it is not
-_SHORTEST_INTERVAL, _LONGEST_INTERVAL = 0.0002, 0.005  # seconds between looks
+_TIME_FOR_SUSPECTS = 0.3  # seconds in which a rank that is believed to be gone may enter the first round
+_SHORTEST_INTERVAL, _LONGEST_INTERVAL = 0.0002, 0.005  # seconds between two readings of the registers
 _FIRST_PROBE = 0.02  # seconds until the first probe of the processes on other hosts
 _CALL_TIME = 1.0  # seconds for a server of registers to answer
-_TIME_FOR_MAJORITY = 10.0  # seconds for paused servers of registers to go on
+_TIME_FOR_MAJORITY = 10.0  # seconds in which paused servers of registers may go on
 _TIME_TO_COMPLETE = 1.0  # seconds for other ranks to complete a call of the old group that this rank has completed
-_FEW_DESCRIPTORS = 16  # fewer are left where a call has failed for want of one: it has closed what it had opened
+_FEW_DESCRIPTORS = 16  # a process with fewer free file descriptors cannot make a group
 
 T = TypeVar("T")
 
 
-def store_prefix(attempt: str, agreement: str, number: int) -> str:
+def store_prefix(attempt: str, agreement: str, round_number: int) -> str:
     """Return the prefix of the keys of a group that is made in this round of an agreement."""
-    return f"repair/{attempt}/{agreement}/{number}"
+    return f"repair/{attempt}/{agreement}/{round_number}"
 
 
 class RepairAttempt:
-    """One rank's part in making the group that takes the place of ``backend``'s.
+    """One rank's part in making a new group that takes the place of the old group.
 
-    ``name`` is the name of the new group. ``timeout`` is in seconds: the longest time in which nothing happens.
-    ``agreement`` names the registers: each agreement of a group has its own. ``newcomers`` is the number of further
-    ranks of the new group; ``is_remote``: some of them are on other hosts, which cannot reach the loopback address.
-    ``serving`` is called with the address of the store on the rank that serves it. ``ends_old_group``: calls of the old
-    group that wait for this rank end soon. Otherwise ranks of other hosts would take part only after their timeouts,
-    when the others have gone on without them.
+    All methods run on the thread that calls the repair, except two functions in :meth:`_make_group`. Ranks have the
+    numbers of the old group, unless a comment says otherwise.
+
+    Args:
+        backend: of the old group.
+        name: of the new group.
+        timeout: in seconds, the longest time in which nothing changes.
+        agreement: names the registers: each agreement of a group has registers of its own.
+        newcomers: the number of ranks of the new group that are not in the old group.
+        is_remote: whether newcomers are on other hosts, which cannot reach the loopback address.
+        serving: called with the address of the store for the new group, on the rank that serves the store.
+        ends_old_group: whether calls of the old group that wait for this rank end soon. Otherwise ranks of other hosts
+            would take part only after their timeouts, when the others have gone on without them.
     """
 
     def __init__(
@@ -82,36 +92,43 @@ class RepairAttempt:
         serving: Callable[[str], None] = lambda address: None,
         ends_old_group: bool = False,
     ) -> None:
-        self._old, self._name, self._timeout = backend, name, timeout
+        self._old_backend, self._name, self._timeout = backend, name, timeout
         self._agreement, self._newcomers, self._serving = agreement, newcomers, serving
-        self._made = made_group(backend.options.group_name)
-        self._is_default = find_made_group(default_group()) is self._made
+        self._ends_old_group = ends_old_group
+        # The old group.
+        self._old_group = made_group(backend.options.group_name)
+        self._is_default = find_made_group(default_group()) is self._old_group
         self._rank: int = backend.rank()
         self._spans_hosts: bool = backend.spans_hosts
         self._serves_hosts = self._spans_hosts or is_remote
+        # What its error says: ranks that are dead, lost or late, and links that do not deliver.
         self._named = frozenset(backend.named_ranks()) - {self._rank}
         self._cut = frozenset((min(link), max(link)) for link in backend.cut_links())
-        hosts = self._made.hosts
-        self._faulty = {hosts[each] for each in self._named.union(*self._cut)} - {hosts[self._rank]}
-        self._registers = self._make_registers()
+        hosts = self._old_group.hosts
+        self._faulty_hosts = {hosts[rank] for rank in self._named.union(*self._cut)} - {hosts[self._rank]}
+        # What this rank has found out since then.
+        self._registers = self._open_registers()
         self._began = time.monotonic()
         self._last_request: Request | None = None
         self._last_view = View({}, {})
-        self._changed = self._began
+        self._last_change = self._began  # of the view
         self._dead: set[int] = set()
-        self._probe = ProcessProbe(self._made.addresses, _FIRST_PROBE) if self._spans_hosts else None
-        self._round = 0
-        self._error: Exception | None = None
-        self._ends_old_group = ends_old_group
-        self.backend: Any = None  # of the new group
+        self._probe = ProcessProbe(self._old_group.addresses, _FIRST_PROBE) if self._spans_hosts else None
+        self._round = 0  # that this rank has announced last
+        self._error: Exception | None = None  # the last error of making the group
+        # The new group, if it is made.
+        self.backend: Any = None
         self.store: Any = None
 
-    def run(self, steps: Generator[Request, Any, T]) -> T:
-        """Perform what the generator of an agreement requests, and return its result."""
+    def run(self, agreement: Generator[Request, Any, T]) -> T:
+        """Perform the requests of a generator of :mod:`.survivors`, and return its result.
+
+        Its exceptions become CommError or LeftOutError. The registers are closed at the end: an attempt runs once.
+        """
         try:
-            request = next(steps)
+            request = next(agreement)
             while True:
-                request = steps.send(self._perform(request))
+                request = agreement.send(self._perform(request))
         except StopIteration as ended:
             result: T = ended.value
             return result
@@ -131,20 +148,20 @@ class RepairAttempt:
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
-            raise self._without_descriptors() from error
+            raise self._give_up_without_descriptors() from error
         except NoMajorityError:
             if _lacks_descriptors():
-                raise self._without_descriptors() from None
+                raise self._give_up_without_descriptors() from None
             raise CommError(
                 f"rank {self._rank}: this rank cannot reach a majority of the ranks "
-                f"{quorum_ranks(self._made.hosts)}, so others may go on without it; end this process, or start the job "
-                "again"
+                f"{quorum_ranks(self._old_group.hosts)}, so others may go on without it; end this process, or start "
+                "the job again"
             ) from None
         finally:
             self._registers.close()
 
-    def _without_descriptors(self) -> CommError:
-        """Announce that the other ranks need not wait for this one, if it reaches the registers; return its error."""
+    def _give_up_without_descriptors(self) -> CommError:
+        """Announce that this rank is gone, so that no rank waits for it; return the error for this rank."""
         if self.backend:
             self.backend.abort()  # the others may have made the group
         remedy = "and call again"
@@ -156,23 +173,23 @@ class RepairAttempt:
             f"(`ulimit -n`), or close what it does not need, {remedy}"
         )
 
-    def _make_registers(self) -> Registers:
+    def _open_registers(self) -> Registers:
         if not self._spans_hosts:
-            return SharedRegisters(self._old, self._agreement)
-        made = self._made
-        late = {made.hosts[each] for each in self._named} - {made.hosts[self._rank]}
+            return SharedRegisters(self._old_backend, self._agreement)
+        group = self._old_group
+        late_hosts = {group.hosts[rank] for rank in self._named} - {group.hosts[self._rank]}
 
         def connect(server: int) -> Server:
             if server == self._rank:
-                own: GroupRegisters = made.registers
+                own: GroupRegisters = group.registers
                 return own
-            return RegisterClient(made.addresses[server], made.attempt, made.key, _CALL_TIME)
+            return RegisterClient(group.addresses[server], group.attempt, group.key, _CALL_TIME)
 
         acceptors = [
-            Acceptor(functools.partial(connect, each), is_suspected=made.hosts[each] in late)
-            for each in quorum_ranks(made.hosts)
+            Acceptor(functools.partial(connect, server), is_suspected=group.hosts[server] in late_hosts)
+            for server in quorum_ranks(group.hosts)
         ]
-        return QuorumRegisters(acceptors, self._agreement, self._rank, self._old.size())
+        return QuorumRegisters(acceptors, self._agreement, self._rank, self._old_backend.size())
 
     def _perform(self, request: Request) -> Any:
         is_repeated, self._last_request = request == self._last_request, request
@@ -187,63 +204,65 @@ class RepairAttempt:
             case Serve():
                 return self._serve()
             case Make(members, store):
-                return self._make(members, store)
+                return self._make_group(members, store)
             case Discard():
                 self.backend.abort()
                 self.backend = self.store = None
         return None
 
     def _look(self, wait: bool) -> View:
-        """Return what there is to see, or wait until it has changed."""
+        """Return the view of this rank; with ``wait``, after it has changed or is late."""
         interval = _SHORTEST_INTERVAL
         while (view := self._view()) == self._last_view and wait:
             if self._ends_old_group and time.monotonic() - self._began > min(_TIME_TO_COMPLETE, self._timeout / 4):
-                self._old.end_on_all_hosts()
+                self._old_backend.end_on_all_hosts()
                 self._ends_old_group = False
             time.sleep(interval)
             interval = min(2 * interval, _LONGEST_INTERVAL)
         if view != self._last_view:
-            self._changed, self._last_view = time.monotonic(), view
+            self._last_change, self._last_view = time.monotonic(), view
         return view
-
-    def _by_majority(self, act: Callable[[], T]) -> T:
-        """Use the registers. Servers that do not answer for a while may only be paused: try again, unless a majority of
-        their processes has ended."""
-        limit = time.monotonic() + min(self._timeout, _TIME_FOR_MAJORITY)
-        servers = quorum_ranks(self._made.hosts) if self._spans_hosts else []
-        while True:
-            try:
-                return act()
-            except NoMajorityError:
-                self._find_deaths(servers)
-                if sum(each in self._dead for each in servers) > len(servers) // 2 or time.monotonic() > limit:
-                    raise
-                time.sleep(_LONGEST_INTERVAL)
 
     def _view(self) -> View:
         texts, decisions = self._by_majority(self._registers.read)
         records = {rank: Record.parse(text) for rank, text in texts.items()}
-        done = {rank for rank, each in records.items() if each.round == self._round and each.made}
-        self._find_deaths([rank for rank in range(self._old.size()) if rank not in done])
+        # No rank waits for a rank that has made the group of this round: its death does not matter.
+        has_made = {rank for rank, record in records.items() if record.round == self._round and record.made}
+        self._find_deaths([rank for rank in range(self._old_backend.size()) if rank not in has_made])
         now = time.monotonic()
         silent = self._probe.silent if self._probe else set()
-        quiet = {each for each in silent if self._made.hosts[each] in self._faulty}
+        suspected = self._named | {rank for rank in silent if self._old_group.hosts[rank] in self._faulty_hosts}
         return View(
             records=records,
             decisions=dict(decisions),
             dead=frozenset(self._dead),
-            suspected=self._named | quiet if now > self._began + _TIME_FOR_SUSPECTS else frozenset(),
-            is_late=now > self._changed + self._timeout,
-            cut=self._cut | {(min(each, self._rank), max(each, self._rank)) for each in silent},
+            suspected=suspected if now > self._began + _TIME_FOR_SUSPECTS else frozenset(),
+            is_late=now > self._last_change + self._timeout,
+            cut=self._cut | {(min(rank, self._rank), max(rank, self._rank)) for rank in silent},
         )
 
+    def _by_majority(self, use_registers: Callable[[], T]) -> T:
+        """Call ``use_registers``, again while it raises NoMajorityError. That error is raised after a time, because
+        servers that do not answer may only be paused; or at once when a majority of their processes has ended."""
+        deadline = time.monotonic() + min(self._timeout, _TIME_FOR_MAJORITY)
+        servers = quorum_ranks(self._old_group.hosts) if self._spans_hosts else []
+        while True:
+            try:
+                return use_registers()
+            except NoMajorityError:
+                self._find_deaths(servers)
+                if sum(rank in self._dead for rank in servers) > len(servers) // 2 or time.monotonic() > deadline:
+                    raise
+                time.sleep(_LONGEST_INTERVAL)
+
     def _find_deaths(self, ranks: Iterable[int]) -> None:
-        """Look which processes have ended; processes of other hosts at intervals, and only of these ranks."""
-        self._dead |= set(self._old.ended()) - {self._rank}
+        """Add to ``_dead`` the ranks of this host that have ended, and of ``ranks`` those on other hosts."""
+        self._dead |= set(self._old_backend.ended()) - {self._rank}
         if self._probe:
             self._dead |= self._probe.ended([rank for rank in ranks if rank not in self._dead and rank != self._rank])
 
     def _serve(self) -> str:
+        """Serve a store for the new group; return its address, or an empty string after an error."""
         try:
             _, address = served_store(self._own_address())
             self._serving(address)
@@ -252,49 +271,54 @@ class RepairAttempt:
             self._note_failure(error)
             return ""
 
+    def _own_address(self) -> str:
+        if not self._serves_hosts:
+            return LOOPBACK
+        addresses = self._old_group.addresses  # which the ranks of all other hosts have reached; none on one host
+        return split_address(addresses[self._rank])[0] if addresses else own_address()
+
     def _note_failure(self, error: Exception) -> None:
-        """Keep the error for the text of another one. A rank without descriptors gives up, so that the other ranks can
-        make the group."""
+        """Keep the error for the text of the CommError at the end. Give up on this rank if it lacks descriptors and the
+        other ranks can make the group without it, which they cannot with newcomers."""
         self._error = error
         if not self._newcomers and _lacks_descriptors():
             raise OSError(errno.EMFILE, "the group cannot be made") from error
 
-    def _own_address(self) -> str:
-        if not self._serves_hosts:
-            return LOOPBACK
-        own = self._made.addresses  # which all ranks of other hosts have reached
-        return split_address(own[self._rank])[0] if own else own_address()
-
-    def _make(self, members: tuple[int, ...], address: str) -> bool:
-        """Make the group. A store whose process is stopped answers nothing: a thread waits for it, and can be left."""
-        timeout: timedelta = self._old.options._timeout
+    def _make_group(self, members: tuple[int, ...], address: str) -> bool:
+        """Make the new group, whose members meet at the store at ``address``; return whether this rank has made it."""
+        # 1. The request for the new group. Its ranks are the members, in this order, then the newcomers.
+        timeout: timedelta = self._old_backend.options._timeout
         limit = min(self._timeout, timeout.total_seconds())
-        name = store_prefix(self._made.attempt, self._agreement, self._round)
-        rank, size = members.index(self._rank), len(members) + self._newcomers
-        old = self._made.request
-        ranks = [] if self._is_default or not old.ranks else [old.ranks[each] for each in members]
+        prefix = store_prefix(self._old_group.attempt, self._agreement, self._round)
+        new_rank, size = members.index(self._rank), len(members) + self._newcomers
+        old = self._old_group.request
+        global_ranks = [] if self._is_default or not old.ranks else [old.ranks[member] for member in members]
 
-        def ended() -> list[int]:
+        def ended() -> list[int]:  # as ranks of the new group
             self._find_deaths(members)
-            return [place for place, each in enumerate(members) if each in self._dead]
+            return [position for position, member in enumerate(members) if member in self._dead]
 
-        def make() -> tuple[Any, Any]:
-            store = dist.PrefixStore(name, open_store(address, size, limit))
-            new = dataclasses.replace(
+        def make_new_group() -> tuple[Any, Any]:
+            store = dist.PrefixStore(prefix, open_store(address, size, limit))
+            request = dataclasses.replace(
                 old,
                 store=store,
                 name=self._name,
-                rank=rank,
+                rank=new_rank,
                 size=size,
                 timeout=timedelta(seconds=limit),
-                ranks=ranks,
+                ranks=global_ranks,
                 origin=Origin.GROWN if self._newcomers else Origin.SURVIVED,
                 inherited=old.heritage,
             )
-            return make_group(new, ended), store
+            return make_group(request, ended), store
 
+        # 2. Make it on a thread of its own, which also calls ``ended``. It is left behind if no answer comes because
+        # the process of the store is stopped. This thread waits meanwhile, and looks whether another member fails.
         try:
-            self.backend, self.store = call_in_thread(make, limit, lambda made: made[0].abort(), self._check_outcome)
+            self.backend, self.store = call_in_thread(
+                make_new_group, limit, lambda made: made[0].abort(), self._check_outcome
+            )
         except (OSError, RuntimeError, ValueError) as error:  # also CommError
             self._note_failure(error)
             return False
@@ -302,8 +326,8 @@ class RepairAttempt:
         return True
 
     def _check_outcome(self) -> None:
-        """Raise RuntimeError if another member could not make the group: this rank would wait for it until the timeout,
-        while the other one makes the next call."""
+        """Raise RuntimeError if the outcome of the round has been decided: another member could not make the group, and
+        makes its next call, while this rank would wait for it until the timeout."""
         with contextlib.suppress(NoMajorityError):
             if outcome_key(self._round) in self._registers.read()[1]:
                 raise RuntimeError("another rank could not make it")
@@ -318,6 +342,6 @@ def _lacks_descriptors() -> bool:
     except OSError as error:
         return error.errno in (errno.EMFILE, errno.ENFILE)
     finally:
-        for each in opened:
-            os.close(each)
+        for descriptor in opened:
+            os.close(descriptor)
     return False

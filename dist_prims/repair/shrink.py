@@ -14,13 +14,13 @@ from ..collectives.call import group_of
 from ..errors import CommError
 from ..torch_compat import backend_name, backend_of, replace_group, timeout_of
 from .repair_attempt import RepairAttempt
-from .survivors import OtherMembers, prevent, survive
+from .survivors import OtherMembers, prevent_group, survive
 
 __all__: list[str] = []
 
 _CPU = torch.device("cpu")
-_AGREEMENT = "shrink"
-_SEPARATOR = " after "  # in names of groups
+_AGREEMENT = "shrink"  # its name
+_SEPARATOR = " after "  # in the names of repaired groups, before the name of the old group
 
 
 def shrink(group: dist.ProcessGroup | None = None, *, timeout: float | None = None) -> dist.ProcessGroup:
@@ -59,48 +59,54 @@ def shrink(group: dist.ProcessGroup | None = None, *, timeout: float | None = No
     """
     old = group_of(group, "shrink")
     limit = timeout_of(old, _CPU).total_seconds() if timeout is None else timeout
-    attempt, members = _attempt(repairable_backend(old, "shrink"), limit)
+    attempt, members = _repair(repairable_backend(old, "shrink"), limit)
     return replace_group(old, attempt.backend, attempt.store, members, attempt.backend.options.group_name)
 
 
 def shrink_backend(backend: Any, excluded: Collection[int]) -> Any:
     """Return the backend of a group without these ranks; called by C++ for ``torch.distributed.shrink_group``."""
     try:
-        attempt, _ = _attempt(backend, backend.options._timeout.total_seconds(), frozenset(excluded))
-    except OtherMembers as found:
+        attempt, _ = _repair(backend, backend.options._timeout.total_seconds(), frozenset(excluded))
+    except OtherMembers as error:
         expected = [rank for rank in range(backend.size()) if rank not in excluded]
         raise CommError(
             f"rank {backend.rank()}: shrink_group: of the ranks {expected} that are not excluded only "
-            f"{list(found.members)} are left; call dist_prims.shrink(), which needs no list"
+            f"{list(error.members)} are left; call dist_prims.shrink(), which needs no list"
         ) from None
     return attempt.backend
 
 
-def _attempt(
+def _repair(
     backend: Any, limit: float, excluded: frozenset[int] = frozenset()
 ) -> tuple[RepairAttempt, tuple[int, ...]]:
+    """Make the group of the survivors that are not excluded. Return the attempt, which has it, and the members.
+
+    ``limit``: the longest time in seconds in which nothing changes.
+    """
+    # 1. End the old group: this rank makes no further calls in it, and the ranks of its host learn that.
     name = backend.options.group_name
     attempt = RepairAttempt(backend, next_name(name), limit, _AGREEMENT, ends_old_group=not excluded)
-    backend.abort()  # this rank makes no further calls in the old group, and says so to the ranks of its host
-    # An earlier grow() has raised here before its outcome was known. prevent() makes it fail, or raises if the other
-    # ranks have that group, of which this rank is a member: it must not form another one.
+    backend.abort()
+    # 2. If an earlier grow() has raised here before its outcome was known, the other ranks may have its group, and must
+    # not see a second one. Make that group fail, or raise if the other ranks have it.
     if undecided := made_group(name).undecided_grow:
-        RepairAttempt(backend, next_name(name), limit, undecided).run(prevent(0))
+        RepairAttempt(backend, next_name(name), limit, undecided).run(prevent_group(0))
         made_group(name).undecided_grow = ""
+    # 3. Agree and make the group.
     return attempt, attempt.run(survive(backend.rank(), range(backend.size()), excluded, made_group(name).hosts))
 
 
 def next_name(name: str) -> str:
-    """Return the name of the group that takes the place of the one with this name; all ranks form the same.
+    """Return the name of the group that takes the place of the group with this name. All ranks return the same.
 
-    It contains the name of the attempt that has made the old group, which is random: torch counts the groups that it
-    makes, and begins again with a new default group, so a counter would give the name of another group.
+    The new name contains the random name of the attempt that has made the old group. A counter would give the name of
+    another group, because torch counts its groups from the beginning after a new default group.
     """
     return f"{name.partition(_SEPARATOR)[0]}{_SEPARATOR}{made_group(name).attempt[:8]}"
 
 
 def repairable_backend(group: dist.ProcessGroup, operation: str) -> Any:
-    """Return the backend of a group; TypeError if the group has another one as well."""
+    """Return the backend of a group for a repair; TypeError if the group has other backends as well."""
     if backend_name(group) != NAME:
         raise TypeError(
             f"{operation}: the group has the backend {dist.get_backend_config(group)}; only groups of the backend "

@@ -1,21 +1,27 @@
 """The agreement of the survivors of a group: which ranks form the next group, and whether all of them have made it.
 
-The ranks agree by two means that outlive a rank (see :mod:`registers`): a *record* of each rank, which the others read,
-and *decisions*, of which the first value that a rank proposes stands. A round has two decisions:
+The *survivors* are the ranks that are left after a failure. They agree by *registers* (:mod:`.registers`), which
+outlive a rank and hold two kinds of texts:
 
-1. Each rank that is left announces the round. When every rank has announced it or is gone, the members are decided:
-   the ranks that are left, but of two hosts that cannot reach each other only one (:func:`without_cut_links`). A rank
-   that is not among them has to stop: it raises.
-2. The members make the group, and announce that they have. When all have, "made" is decided. A rank that cannot make
-   the group, or sees that a member is gone, proposes "failed"; if that is decided, the next round begins among these
-   members.
+- *records*: what each rank has announced last. Only the rank itself replaces its record; all ranks read it.
+- *decisions*, by key. Any rank may propose a value for a key. The first proposal becomes the decision and stays.
+
+The agreement proceeds in rounds, which are numbered from 0. Round N has two decisions:
+
+1. ``members/N``. Each survivor announces that it is in the round. When every candidate is in the round or gone, the
+   candidates in the round are decided to be the members, but of two hosts that cannot reach each other only one host
+   (:func:`without_cut_links`). A rank that is not a member has to stop: it raises LeftOut.
+2. ``outcome/N``. The members make the group together, and each announces that it has made it. When all have announced
+   it, they propose "made". A member that cannot make the group, or sees that another member is gone, proposes
+   "failed". If "failed" is decided, the next round begins with these members as candidates.
 
 "Made" can only be decided after all members have announced it, so no member is left without the group. Two groups
 cannot form: the members of a round are decided once, and only they take part in the next round. Whether a rank is gone
 is a guess that only determines how long the others wait. If it is wrong, the rank finds that it is not a member.
 
-The protocol is a generator: it yields what it wants to be done, and receives the answers. So the tests explore all
-interleavings of the same code that runs.
+Each rank runs the protocol as a generator without I/O: it yields a :data:`Request`, and RepairAttempt performs the
+request and sends the answer. The tests explore all interleavings of the same code, with a model in the place of
+RepairAttempt.
 """
 
 from __future__ import annotations
@@ -31,7 +37,8 @@ __all__: list[str] = []
 
 MADE, FAILED = "made", "failed"
 
-Links = frozenset[tuple[int, int]]  # each between the hosts of two ranks, of which the first has the lower number
+# Cut links, which do not deliver: pairs of ranks, the lower first, whose hosts cannot reach each other.
+Links = frozenset[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -40,29 +47,29 @@ class Record:
 
     round: int
     gone: frozenset[int] = frozenset()  # the ranks whose processes have ended, as this rank knows
-    store: str = ""  # the address of the store for the next group, from the first member
-    made: bool = False
-    cut: Links = frozenset()  # the links that do not deliver, as this rank knows
+    store: str = ""  # announced by the first member: the address of the store at which the members meet
+    made: bool = False  # whether this rank has made the group of the round
+    cut: Links = frozenset()  # as this rank knows
 
     def text(self) -> str:
         return json.dumps([self.round, sorted(self.gone), self.store, self.made, sorted(self.cut)])
 
     @classmethod
     def parse(cls, text: str) -> Record:
-        number, gone, store, made, cut = json.loads(text)
-        return cls(number, frozenset(gone), store, made, frozenset((low, high) for low, high in cut))
+        round_number, gone, store, made, cut = json.loads(text)
+        return cls(round_number, frozenset(gone), store, made, frozenset((low, high) for low, high in cut))
 
 
 @dataclass(frozen=True)
 class View:
-    """What a rank sees: the records by rank, the decisions, and what it knows about other ranks itself."""
+    """What a rank sees: the registers, and what this rank itself knows about other ranks."""
 
-    records: Mapping[int, Record]
-    decisions: Mapping[str, str]
+    records: Mapping[int, Record]  # by rank
+    decisions: Mapping[str, str]  # by key
     dead: frozenset[int] = frozenset()  # the ranks whose processes have ended
-    suspected: frozenset[int] = frozenset()  # others that are believed to be gone
-    is_late: bool = False  # nothing has changed for the timeout
-    cut: Links = frozenset()  # the links that do not deliver
+    suspected: frozenset[int] = frozenset()  # ranks that are believed to be gone
+    is_late: bool = False  # whether the view has not changed for the timeout
+    cut: Links = frozenset()
 
 
 @dataclass(frozen=True)
@@ -74,14 +81,14 @@ class Announce:
 
 @dataclass(frozen=True)
 class Look:
-    """Request for a View. If the request before was the same, it is answered when the view has changed."""
+    """Request for a View. If the last request was the same, the answer comes when the view has changed."""
 
-    awaited: str  # the key of the decision that the rank waits for
+    awaited: str  # the key of the decision that the rank waits for: requests for different keys are not the same
 
 
 @dataclass(frozen=True)
 class Decide:
-    """Request to propose a value. The answer is the value that stands."""
+    """Request to propose a value for a key. The answer is the decision, which may be another value."""
 
     key: str
     value: str
@@ -89,15 +96,15 @@ class Decide:
 
 @dataclass(frozen=True)
 class Serve:
-    """Request to the first member to serve a store for the next group. The answer is its address; empty: failed."""
+    """Request to serve a store for the next group. The answer is the address of the store, empty after a failure."""
 
 
 @dataclass(frozen=True)
 class Make:
-    """Request to make the group of these members. The answer is whether it has been made."""
+    """Request to make the group of these members. The answer is whether this rank has made it."""
 
     members: tuple[int, ...]
-    store: str
+    store: str  # the address of the store at which they meet
 
 
 @dataclass(frozen=True)
@@ -108,31 +115,33 @@ class Discard:
 Request = Announce | Look | Decide | Serve | Make | Discard
 
 
-class LeftOut(Exception):  # not an error of the program: the caller raises one for the user
-    """This rank is not among the members that have been decided, because of ``reason``."""
-
-    def __init__(self, members: tuple[int, ...], reason: str) -> None:
-        super().__init__(members, reason)
-        self.members, self.reason = members, reason
+# The ends of an agreement without a group. The callers turn them into errors for the user.
 
 
+@dataclass(eq=False)
+class LeftOut(Exception):
+    """This rank is not among the members that have been decided. ``reason`` completes "go on without this rank"."""
+
+    members: tuple[int, ...]
+    reason: str
+
+
+@dataclass(eq=False)
 class OtherMembers(Exception):
-    """Further ranks are gone than those that are excluded."""
+    """The members that have been decided are not all ranks that are not excluded: further ranks are gone."""
 
-    def __init__(self, members: tuple[int, ...]) -> None:
-        super().__init__(members)
-        self.members = members
+    members: tuple[int, ...]
 
 
 class MadeBefore(Exception):
-    """An earlier call on this rank, which has raised, was part of making a group that the others have."""
+    """The members have made this group already: this rank took part in an earlier call, which has raised here."""
 
 
 class GaveUp(Exception):
-    """The group could not be made several times, although no member was gone."""
+    """The group could not be made in several rounds, although all candidates were members."""
 
 
-_MOST_FAILURES = 3  # rounds in which no member is gone
+_MOST_FAILURES = 3  # rounds that fail although all candidates were members
 
 
 def survive(
@@ -140,17 +149,20 @@ def survive(
 ) -> Generator[Request, Any, tuple[int, ...]]:
     """Agree with the other survivors, make the next group, and return its members.
 
-    ``ranks``: the ranks that may be members; ``excluded``: the ranks among them that are left out even if alive. With
-    excluded ranks all others must be left. If not, no group is made, so that another call can make one. ``hosts``: the
-    host of each rank, by default one of its own.
+    Args:
+        rank: this rank in the old group, as all other ranks here.
+        ranks: the ranks that may be members.
+        excluded: the ranks among them that are left out even if alive. If any rank is excluded, all other ranks must be
+            left. Otherwise OtherMembers is raised before a group is made, so that another call can make one.
+        hosts: the host of each rank; by default each rank has a host of its own.
     """
     candidates = expected = tuple(sorted(set(ranks) - excluded))
     failures = 0
-    for number in itertools.count():
-        members = yield from _decide_members(rank, number, candidates, hosts or range(max(candidates) + 1))
+    for round_number in itertools.count():
+        members = yield from _decide_members(rank, round_number, candidates, hosts or range(max(candidates) + 1))
         if excluded and members != expected:
             raise OtherMembers(members)
-        if (yield from make_together(rank, number, members)):
+        if (yield from make_together(rank, round_number, members)):
             return members
         failures += members == candidates
         if failures == _MOST_FAILURES:
@@ -160,30 +172,37 @@ def survive(
 
 
 def _decide_members(
-    rank: int, number: int, candidates: tuple[int, ...], hosts: Sequence[Hashable]
+    rank: int, round_number: int, candidates: tuple[int, ...], hosts: Sequence[Hashable]
 ) -> Generator[Request, Any, tuple[int, ...]]:
-    key = f"members/{number}"
+    """Agree on the members of a round and return them, or raise LeftOut if this rank is not a member."""
+    key = f"members/{round_number}"
+    # 1. Announce that this rank is in the round, unless the members have been decided without it.
     view: View = yield Look(key)
-    own = Record(number, view.dead, cut=view.cut)
+    own = Record(round_number, view.dead, cut=view.cut)
     reason = "which did not call shrink() in time"
     if key not in view.decisions:
         reason = "which they have taken for dead or late"
         yield Announce(own)
+    # 2. Look until every candidate is in the round or gone, then propose the members. A death or a cut link that this
+    # rank sees meanwhile is announced, because other ranks may not see it.
     while key not in view.decisions:
         view = yield Look(key)
         if (view.dead, view.cut) != (own.gone, own.cut):
             own = dataclasses.replace(own, gone=view.dead, cut=view.cut)
             yield Announce(own)
-        here = [each for each in candidates if _is_in(view, each, number) and each not in view.dead]
-        if view.is_late or _is_behind(view, number) or set(candidates) <= set(here) | _gone(view, number):
-            members = without_cut_links(here, _cut(view), hosts)
-            members = json.loads((yield Decide(key, json.dumps(members))))
+        present = [other for other in candidates if _is_in_round(view, other, round_number) and other not in view.dead]
+        is_complete = set(candidates) <= set(present) | _gone_ranks(view, round_number)
+        if is_complete or view.is_late or _is_behind(view, round_number):
+            proposal = without_cut_links(present, _cut_links(view), hosts)
+            members = json.loads((yield Decide(key, json.dumps(proposal))))
             break
     else:
         members = json.loads(view.decisions[key])
+    # 3. A rank that is not a member has to stop, and says why.
     if rank not in members:
-        ends = [pair for low, high in _cut(view) for pair in ((low, high), (high, low))]
-        unreached = {other for each, other in ends if hosts[each] == hosts[rank] and other in members}
+        links = _cut_links(view)
+        both_ways = links | {(high, low) for low, high in links}
+        unreached = {other for near, other in both_ways if hosts[near] == hosts[rank] and other in members}
         if unreached:
             reason = f"whose host cannot reach the hosts of the ranks {sorted(unreached)}"
         raise LeftOut(tuple(members), reason)
@@ -203,23 +222,26 @@ def without_cut_links(ranks: Sequence[int], cut: Iterable[tuple[int, int]], host
     """
     left = list(ranks)
     while links := {frozenset((hosts[low], hosts[high])) for low, high in cut if low in left and high in left}:
-        here = [hosts[rank] for rank in left]
-        ends = [host for link in links for host in link]
-        worst = max(set(ends), key=lambda host: (ends.count(host), -here.count(host), here.index(host)))
+        hosts_left = [hosts[rank] for rank in left]
+        link_ends = [host for link in links for host in link]
+        worst = max(
+            set(link_ends), key=lambda host: (link_ends.count(host), -hosts_left.count(host), hosts_left.index(host))
+        )
         left = [rank for rank in left if hosts[rank] != worst]
     return left
 
 
-def outcome_key(number: int) -> str:
+def outcome_key(round_number: int) -> str:
     """Return the key of the decision whether all members of a round have made the group."""
-    return f"outcome/{number}"
+    return f"outcome/{round_number}"
 
 
-def make_together(rank: int, number: int, members: tuple[int, ...]) -> Generator[Request, Any, bool]:
+def make_together(rank: int, round_number: int, members: tuple[int, ...]) -> Generator[Request, Any, bool]:
     """Make a group with these members, and return whether all of them have made it."""
-    key = outcome_key(number)
-    own = Record(number)
+    key = outcome_key(round_number)
+    own = Record(round_number)
     has_made = False
+    # 1. The first member serves the store at which the members meet, and announces its address.
     if rank == members[0]:
         address: str = yield Serve()
         if address:
@@ -228,6 +250,7 @@ def make_together(rank: int, number: int, members: tuple[int, ...]) -> Generator
         else:
             yield Decide(key, FAILED)
     while True:
+        # 2. Look until the outcome has been decided.
         view: View = yield Look(key)
         if key in view.decisions:
             is_made = view.decisions[key] == MADE
@@ -236,8 +259,10 @@ def make_together(rank: int, number: int, members: tuple[int, ...]) -> Generator
             if has_made and not is_made:
                 yield Discard()
             return is_made
-        waiting = [each for each in members if not (_is_in(view, each, number) and view.records[each].made)]
-        store = view.records[members[0]].store if _is_in(view, members[0], number) else ""
+        is_in_round = {member: _is_in_round(view, member, round_number) for member in members}
+        unmade = [member for member in members if not (is_in_round[member] and view.records[member].made)]
+        store = view.records[members[0]].store if is_in_round[members[0]] else ""
+        # 3. Make the group once its store is known, and announce that.
         if store and not has_made:
             has_made = yield Make(members, store)
             if has_made:
@@ -245,37 +270,38 @@ def make_together(rank: int, number: int, members: tuple[int, ...]) -> Generator
                 yield Announce(own)
             else:
                 yield Decide(key, FAILED)
-        elif not waiting:
+        # 4. Propose the outcome. No answer is needed: step 2 sees the decision.
+        elif not unmade:
             yield Decide(key, MADE)
-        elif view.is_late or _is_behind(view, number) or any(each in _gone(view, number) for each in waiting):
+        elif view.is_late or _is_behind(view, round_number) or _gone_ranks(view, round_number) & set(unmade):
             yield Decide(key, FAILED)
 
 
-def prevent(number: int) -> Generator[Request, Any, None]:
+def prevent_group(round_number: int) -> Generator[Request, Any, None]:
     """Let the group of this round fail if its outcome has not been decided; raise MadeBefore if it has been made.
 
     For a rank whose call of :func:`make_together` has raised. Without this it would form a second group with the
     survivors of the old one.
     """
-    decided: str = yield Decide(outcome_key(number), FAILED)
-    if decided == MADE:
+    outcome: str = yield Decide(outcome_key(round_number), FAILED)
+    if outcome == MADE:
         raise MadeBefore
 
 
-def _is_in(view: View, rank: int, number: int) -> bool:
-    return rank in view.records and view.records[rank].round == number
+def _is_in_round(view: View, rank: int, round_number: int) -> bool:
+    return rank in view.records and view.records[rank].round == round_number
 
 
-def _is_behind(view: View, number: int) -> bool:
+def _is_behind(view: View, round_number: int) -> bool:
     """Whether another rank is in a later round. This round has been decided then, though this rank cannot see it."""
-    return any(record.round > number for record in view.records.values())
+    return any(record.round > round_number for record in view.records.values())
 
 
-def _cut(view: View) -> set[tuple[int, int]]:
-    return set(view.cut).union(*(each.cut for each in view.records.values()))
+def _cut_links(view: View) -> set[tuple[int, int]]:
+    return set(view.cut).union(*(record.cut for record in view.records.values()))
 
 
-def _gone(view: View, number: int) -> set[int]:
-    """The ranks that need not be waited for: a rank that is in this round counts as gone only if its process ended."""
-    known = set(view.dead).union(*(each.gone for each in view.records.values()))
-    return known | {each for each in view.suspected if not _is_in(view, each, number)}
+def _gone_ranks(view: View, round_number: int) -> set[int]:
+    """The ranks for which no rank needs to wait: dead ones, and suspected ones that are not in this round."""
+    dead = set(view.dead).union(*(record.gone for record in view.records.values()))
+    return dead | {rank for rank in view.suspected if not _is_in_round(view, rank, round_number)}

@@ -24,7 +24,7 @@ from dist_prims.backend.create import made_group
 from dist_prims.rendezvous.network import is_loopback, own_address
 from dist_prims.rendezvous.secret import Secret, remember
 from dist_prims.rendezvous.served import answers, serve_registers, served_store
-from dist_prims.repair.grow import _fields, _meeting
+from dist_prims.repair.grow import _given_options, _open_meeting
 from dist_prims.torch_compat import count_groups_from
 from tests.repair.test_shrink import LIMIT, all_reduce_until_failure, die, lose, total, wait_until
 
@@ -139,8 +139,8 @@ def test_options_of_the_group_are_those_of_new_ranks(tmp_path: Path) -> None:
 def test_a_size_of_zero_is_an_option_of_new_ranks() -> None:
     """Zero was taken for "not given", so a new rank had another size than the running ranks."""
     options = dist_prims.BackendOptions(one_shot_bytes=0)
-    assert dist_prims.BackendOptions(**_fields(options)).one_shot_bytes == 0
-    assert _fields(dist_prims.BackendOptions()) == {}
+    assert dist_prims.BackendOptions(**_given_options(options)).one_shot_bytes == 0
+    assert _given_options(dist_prims.BackendOptions()) == {}
 
 
 @pytest.mark.parametrize("version", ["another version", "an earlier version"])
@@ -169,7 +169,7 @@ def test_a_new_rank_of_another_version_is_refused_at_once(
         join_at_rank_0(rank, 2, tmp_path)
         group = dist.group.WORLD
         assert group
-        meeting = _meeting(place, time.monotonic() + LIMIT)
+        meeting = _open_meeting(place, time.monotonic() + LIMIT)
         wait_until(lambda: meeting.add("waiting", 0) == 1)
         dist.barrier()
         assert [dist_prims.grow(place) is group for _ in range(2)] == [True, True]
@@ -216,7 +216,7 @@ def test_a_process_without_the_secret_is_not_admitted(
             dist_prims.join(place, timeout=LIMIT)
         else:
             join_at_rank_0(rank, 2, tmp_path)
-            meeting = _meeting(place, time.monotonic() + LIMIT)
+            meeting = _open_meeting(place, time.monotonic() + LIMIT)
             wait_until(lambda: meeting.add("waiting", 0) == 2)
             grow_to(3, place)
         return total()

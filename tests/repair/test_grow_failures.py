@@ -20,7 +20,7 @@ from survivors import join_at_rank_0, run_ranks
 import dist_prims
 from dist_prims.backend.create import made_group
 from dist_prims.errors import CommError, LeftOutError
-from dist_prims.repair.grow import _meeting
+from dist_prims.repair.grow import _open_meeting
 from dist_prims.repair.quorum import NoMajorityError
 from dist_prims.repair.survivors import Announce, Make
 from tests.backend.test_descriptors import take_all_but
@@ -46,14 +46,14 @@ def test_a_new_rank_dies_on_the_way(moment: str, tmp_path: Path, monkeypatch: py
                 until(done, deadline, awaited)
 
             monkeypatch.setattr(module, "until", dying)
-            monkeypatch.setattr(module, "_make", lambda *_: die())
+            monkeypatch.setattr(module, "_make_group", lambda *_: die())
             dist_prims.join(place, timeout=LIMIT)
         if rank == 3:
             wait_until((tmp_path / "first is gone").exists)
             dist_prims.join(place, timeout=LIMIT)
             return total()
         join_at_rank_0(rank, 2, tmp_path)
-        meeting = _meeting(place, time.monotonic() + LIMIT) if rank == 0 else None
+        meeting = _open_meeting(place, time.monotonic() + LIMIT) if rank == 0 else None
         if meeting:
             wait_until(lambda: meeting.add("waiting", 0) == 1)
         dist.barrier()
@@ -77,7 +77,7 @@ def test_the_rank_that_has_read_an_announcement_dies(tmp_path: Path, monkeypatch
             dist_prims.join(place, timeout=LIMIT)
         else:
             join_at_rank_0(rank, 1, tmp_path)
-            meeting = _meeting(place, time.monotonic() + LIMIT)
+            meeting = _open_meeting(place, time.monotonic() + LIMIT)
             wait_until(lambda: meeting.add("waiting", 0) == 1)
             meeting.add("served", 1)  # the first step of an earlier rank 0
             grow_to(2, place)
@@ -127,7 +127,7 @@ def test_a_running_rank_without_descriptors_cannot_make_the_group(tmp_path: Path
             dist_prims.join(place, timeout=LIMIT)
         join_at_rank_0(rank, 3, tmp_path)
         group = dist.group.WORLD
-        meeting = _meeting(place, time.monotonic() + LIMIT) if rank == 0 else None
+        meeting = _open_meeting(place, time.monotonic() + LIMIT) if rank == 0 else None
         if meeting:
             wait_until(lambda: meeting.add("waiting", 0) == 1)
         dist.barrier()
@@ -224,7 +224,7 @@ def test_many_failures(
         join_at_rank_0(rank, 2, tmp_path)
         group = dist.group.WORLD
         with monkeypatch.context() as patch:
-            patch.setattr(module, "_announced", lambda _: {})
+            patch.setattr(module, "_read_announcements", lambda _: {})
             patch.setattr(module, "_invite", lambda *_: [secrets.token_hex(16)])
             for _ in range(40 if hosts == "aaa" else 10):
                 assert dist_prims.grow(place, timeout=0.02) is group

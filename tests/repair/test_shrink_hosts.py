@@ -33,7 +33,7 @@ def test_a_rank_dies_as_it_makes_the_group(layout: str, tmp_path: Path, monkeypa
         total()
         lose(rank == 4)
         if rank == 2:
-            monkeypatch.setattr(attempt, "_make", lambda *_: die())
+            monkeypatch.setattr(attempt, "_make_group", lambda *_: die())
         began = time.monotonic()
         dist_prims.shrink(timeout=100)
         assert time.monotonic() - began < 50

@@ -25,7 +25,7 @@ from dist_prims.repair.survivors import (
     Serve,
     View,
     make_together,
-    prevent,
+    prevent_group,
     survive,
 )
 
@@ -245,7 +245,7 @@ def grow_then_shrink(rank: int, ranks: range) -> Generator[Any, Any, Any]:
     try:
         is_made = yield from make_together(rank, 0, tuple(ranks))
     except CutOff:
-        yield from prevent(0)
+        yield from prevent_group(0)
     if is_made:
         return GROW
     yield Begin(SHRINK)
