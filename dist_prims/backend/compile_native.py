@@ -71,22 +71,18 @@ def core(csrc: Path) -> Library:
 
 def ucx(csrc: Path, headers: Iterable[str]) -> Library:
     """The library for UCX; ``headers`` are the folders of its headers."""
-    return Library(
-        UCX,
-        tuple(sorted((csrc / "ucx").glob("*.cpp"))),
-        (*_HIDES, *(f"-isystem{folder}" for folder in headers)),
-        _core_beside("$ORIGIN"),
-    )
+    return _over_core(UCX, csrc / "ucx", headers)
 
 
 def mpi(csrc: Path, family: str, headers: Iterable[str]) -> Library:
     """The library for one family of MPI; ``headers`` are the folders of its ``mpi.h``."""
-    return Library(
-        mpi_file(family),
-        tuple(sorted((csrc / "mpi").glob("*.cpp"))),
-        (*_HIDES, *(f"-isystem{folder}" for folder in headers)),
-        _core_beside("$ORIGIN"),
-    )
+    return _over_core(mpi_file(family), csrc / "mpi", headers)
+
+
+def _over_core(file: str, folder: Path, headers: Iterable[str]) -> Library:
+    """The library of the sources in a folder, linked to the core, which is beside it at run time."""
+    flags = (*_HIDES, *(f"-isystem{path}" for path in headers))
+    return Library(file, tuple(sorted(folder.glob("*.cpp"))), flags, _core_beside("$ORIGIN"))
 
 
 def mpi_file(family: str) -> str:

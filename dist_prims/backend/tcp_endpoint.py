@@ -11,14 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..rendezvous.hosts import has_cores
-from ..rendezvous.network import (
-    family_of,
-    is_name,
-    join_address,
-    keep_alive,
-    listen,
-    own_addresses,
-)
+from ..rendezvous.network import family_of, is_name, join_address, keep_alive, listen, own_addresses
 from ..rendezvous.rank_values import from_rank_0, make_and_publish
 from .extension import extension
 

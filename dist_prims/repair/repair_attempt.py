@@ -26,24 +26,11 @@ from ..rendezvous.network import LOOPBACK, own_address, split_address
 from ..rendezvous.register_server import GroupRegisters, RegisterClient
 from ..rendezvous.served import open_store, served_store
 from ..torch_compat import default_group
+from . import survivors
 from .process_probe import ProcessProbe
 from .quorum import Acceptor, NoMajorityError, QuorumRegisters, Server
 from .registers import Registers, SharedRegisters
-from .survivors import (
-    Announce,
-    Decide,
-    Discard,
-    GaveUp,
-    LeftOut,
-    Look,
-    MadeBefore,
-    Make,
-    Record,
-    Request,
-    Serve,
-    View,
-    outcome_key,
-)
+from .survivors import Record, Request, View, outcome_key
 
 __all__: list[str] = []
 
@@ -132,15 +119,15 @@ class RepairAttempt:
         except StopIteration as ended:
             result: T = ended.value
             return result
-        except LeftOut as left_out:
+        except survivors.LeftOut as left_out:
             raise LeftOutError(
                 f"rank {self._rank}: the ranks {list(left_out.members)} have gone on without this rank, "
                 f"{left_out.reason}; end this process, or let it join again by dist_prims.join()"
             ) from None
-        except GaveUp:
+        except survivors.GaveUp:
             reason = self._error or "earlier calls have failed"
             raise CommError(f"rank {self._rank}: the group could not be made: {reason}") from self._error
-        except MadeBefore:
+        except survivors.MadeBefore:
             raise LeftOutError(
                 f"rank {self._rank}: the other ranks have gone on with a group that an earlier call, which has failed "
                 "on this rank, was to make; end this process, or let it join again by dist_prims.join()"
@@ -194,18 +181,18 @@ class RepairAttempt:
     def _perform(self, request: Request) -> Any:
         is_repeated, self._last_request = request == self._last_request, request
         match request:
-            case Look():
+            case survivors.Look():
                 return self._look(is_repeated)
-            case Announce(record):
+            case survivors.Announce(record):
                 self._round = record.round
                 return self._by_majority(lambda: self._registers.announce(record.text()))
-            case Decide(key, value):
+            case survivors.Decide(key, value):
                 return self._by_majority(lambda: self._registers.decide(key, value))
-            case Serve():
+            case survivors.Serve():
                 return self._serve()
-            case Make(members, store):
+            case survivors.Make(members, store):
                 return self._make_group(members, store)
-            case Discard():
+            case survivors.Discard():
                 self.backend.abort()
                 self.backend = self.store = None
         return None

@@ -155,8 +155,8 @@ def test_a_decision_whose_proposer_has_not_published_it() -> None:
     """Another rank learns it by proposing."""
     servers = [LosableServer() for _ in range(ACCEPTORS)]
     first, second = registers(servers, 0), registers(servers, 1)
-    ask = first._ask
-    first._ask = lambda *request: [] if request[0] == "publish" else ask(*request)  # type: ignore[method-assign]
+    call = first._call_majority
+    first._call_majority = lambda *request: [] if request[0] == "publish" else call(*request)  # type: ignore[method-assign]
     assert first.decide("key", "a") == "a"
     assert "key" not in second.read()[1]
     assert second.decide("key", "b") == "a"
