@@ -36,7 +36,7 @@ from ..rendezvous.secret import Secret
 from ..schedules import Schedule
 from ..torch_compat import backend_of, default_group, device_types, nccl_options
 from ..tracing import clock
-from ..tracing.session import begin_from_environment
+from ..tracing.session import begin_trace_of_environment
 from . import link_costs, mpi_library, quorum_ranks, tcp_endpoint, transport_selection, ucx_library
 from .dump_flight_record import dump_file
 from .extension import extension
@@ -140,7 +140,7 @@ def make_group(request: GroupRequest, ended: Callable[[], list[int]] | None = No
 
 def _make(request: GroupRequest, monitor: _DeathMonitor) -> Any:
     # 1. Settings: a wrong one raises before anything is sent.
-    begin_from_environment()
+    begin_trace_of_environment()
     options = keep_options(request.name, request.given)
     slot_bytes = slot_bytes_of(options)
     ports()

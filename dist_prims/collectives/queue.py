@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ..threads import start_thread
-from ..tracing.session import begin_from_environment
+from ..tracing.session import begin_trace_of_environment
 
 __all__: list[str] = []
 
@@ -167,6 +167,6 @@ _queues_lock = threading.RLock()  # reentrant: a finalizer may call queue_of() w
 
 def queue_of(group: dist.ProcessGroup) -> CollectiveQueue:
     """Return the queue of a group."""
-    begin_from_environment()
+    begin_trace_of_environment()
     with _queues_lock:
         return _queues.setdefault(group, CollectiveQueue())

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 from ..processes import die_with_parent
-from ..rendezvous.secret import Secret, receive
-from ..tracing.session import end_from_environment
+from ..rendezvous.secret import Secret, keep_secret_of_parent
+from ..tracing.session import end_trace_of_environment
 from .join import init
 from .payload import Payload, packed, unpacked
 
@@ -91,7 +91,7 @@ def rank_main(spec: RankSpec, payload: Payload) -> NoReturn:
         traceback.print_exc()
     finally:  # no interpreter shutdown: a forked rank would run the parent's exit handlers and destructors
         try:
-            end_from_environment()
+            end_trace_of_environment()
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
@@ -103,7 +103,7 @@ def _set_up(spec: RankSpec) -> None:
     gc.freeze()  # the destructor of an inherited object may wait for a thread that only the parent has
     if spec.collects_garbage:
         gc.enable()
-    receive(spec.secret)
+    keep_secret_of_parent(spec.secret)
     for number, (name, path) in enumerate(zip(("stdout", "stderr"), spec.streams, strict=True), start=1):
         pipe = os.open(path, os.O_WRONLY)
         os.dup2(pipe, number)  # for the output of C code as well

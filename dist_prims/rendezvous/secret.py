@@ -170,13 +170,13 @@ _of_ranks: Secret | None = None  # of the ranks that a launcher has started, aft
 _has_rendezvous = False
 
 
-def receive(secret: Secret) -> None:
-    """Keep the secret that the parent of a spawned rank has sent."""
+def keep_secret_of_parent(secret: Secret) -> None:
+    """Keep the secret that ``spawn`` in the parent process has made for its ranks."""
     global _of_spawn
     _of_spawn = secret
 
 
-def received() -> Secret | None:
+def secret_of_parent() -> Secret | None:
     return _of_spawn
 
 

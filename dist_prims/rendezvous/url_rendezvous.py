@@ -25,7 +25,7 @@ from .network import (
     join_address,
     split_address,
 )
-from .secret import Secret, choose, received
+from .secret import Secret, choose, secret_of_parent
 from .served import open_store, served_store
 
 __all__: list[str] = []
@@ -73,7 +73,7 @@ def _rendezvous_at(url: str, launcher: Launcher, size: int, deadline: float) -> 
     interface, advice = None, ""
     scheme, _, place = url.partition("://")
     name, port = ("", 0) if scheme == "file" else split_address(place)
-    secret = (received() if launcher.name == "spawn" else None) or choose(None if scheme == "file" else name)
+    secret = (secret_of_parent() if launcher.name == "spawn" else None) or choose(None if scheme == "file" else name)
     # 2. The store: a file, or a server of rank 0 or of torchrun.
     if scheme == "file":
         path = urlsplit(url).path

@@ -47,7 +47,7 @@ def trace(path: Path | str, *, events: int = recorder.EVENTS) -> Iterator[None]:
         recorder.end(recording)
 
 
-def begin_from_environment() -> None:
+def begin_trace_of_environment() -> None:
     """Begin the trace that the variable asks for; called when a group is made. It ends with the process."""
     global _of_environment, _process_of_environment
     if _process_of_environment == os.getpid():
@@ -62,10 +62,10 @@ def begin_from_environment() -> None:
     except OSError as error:  # the program matters more
         recorder.warn(f"{_VARIABLE}={folder}: nothing is traced: {error}")
         return
-    multiprocessing.util.Finalize(None, end_from_environment, exitpriority=_EXIT_PRIORITY)
+    multiprocessing.util.Finalize(None, end_trace_of_environment, exitpriority=_EXIT_PRIORITY)
 
 
-def end_from_environment() -> None:
+def end_trace_of_environment() -> None:
     """End the trace of the environment; for processes that end without the interpreter's exit handlers, too."""
     if _of_environment is None:
         return

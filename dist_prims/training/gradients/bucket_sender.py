@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ...tracing import format as fmt
 from ...tracing import recorder
-from ...tracing.session import begin_from_environment
+from ...tracing.session import begin_trace_of_environment
 from ..compression.compressor import Compressor, Exact
 from ..incremental_reduce import IncrementalSum
 from .bucket_layout import BucketLayout, lay_out, our_backend, plan
@@ -36,7 +36,7 @@ class BucketSender:
         self._parameters, self._compressor, self._limit, self._group = parameters, compressor, limit, group
         self.layout = BucketLayout([], [], {})
         self.forget()
-        begin_from_environment()
+        begin_trace_of_environment()
 
     def follow(self, order: Sequence[int], last: Sequence[int] = ()) -> None:
         """Make the buckets, if they change, and discard the gradients that have arrived.

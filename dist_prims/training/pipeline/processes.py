@@ -23,7 +23,7 @@ from ...errors import CommError, MismatchError
 from ...schedules.pipelines import PipelinePlan, Row
 from ...torch_compat import default_group
 from ...tracing import recorder
-from ...tracing.session import begin_from_environment
+from ...tracing.session import begin_trace_of_environment
 from ..state_transfer import transfer
 from .action_executor import Batch, Job, Owner, from_first, make_plan
 from .given_stages import Stages, count_stages, describe, device_of, own_stages, shared_stages
@@ -162,7 +162,7 @@ class Pipeline(Owner):
                 f"an interrupt; {_AGAIN}"
             )
         self._unfinished, self._failure = call, None
-        begin_from_environment()
+        begin_trace_of_environment()
         self._traced += recorder.active is not None
         try:
             with in_group(self._group, "pipeline", self._traced) if recorder.active is not None else nullcontext():
