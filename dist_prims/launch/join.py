@@ -78,11 +78,11 @@ def init(
     >>> spawn(local_ranks, 2)
     [0, 1]
 
-    ``init_method`` is "env://", "tcp://host:port" or "file:///path"; by default the launcher determines the rendezvous.
-    Variables that indicate several ranks and belong to no known launcher are an error. ``backend`` is by default
-    "dist_prims", with NCCL for CUDA tensors if CUDA is available; where its library cannot be had, "gloo", and a line
-    says why. All ranks need the same backend. ``timeout``, in seconds or as a timedelta, limits the rendezvous and each
-    collective, by default to 5 minutes.
+    - ``backend``: the same on all ranks. The default is "dist_prims", with NCCL for CUDA tensors if CUDA is available;
+      where its library cannot be had, "gloo", and a line says why.
+    - ``timeout``: of the rendezvous and of each collective, in seconds or as a timedelta; by default 5 minutes.
+    - ``init_method``: "env://", "tcp://host:port" or "file:///path"; with it ``rank`` and ``world_size`` may be given;
+      by default the launcher is detected. Variables of several ranks that belong to no known launcher are an error.
 
     Rank 0 prints one line about launcher, hosts and backend on stderr, unless ``DIST_PRIMS_QUIET=1``. A group on one
     host uses the loopback interface: ``init()`` sets ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` unless they are
@@ -114,8 +114,8 @@ def init(
     )
     if launcher.medium == "MPI":
         mpi_exchange.abort_on_exception()
-    known = {"backend": backend, "timeout": seconds, "rank": placement.rank, "world_size": placement.size}
-    _joined = _Joined(dist.group.WORLD, placement, {**known, "init_method": init_method})
+    arguments = {"backend": backend, "timeout": seconds, "rank": placement.rank, "world_size": placement.size}
+    _joined = _Joined(dist.group.WORLD, placement, {**arguments, "init_method": init_method})
     atexit.unregister(_destroy)
     atexit.register(_destroy)
     _announce(placement, launcher, rendezvous, backend)
@@ -141,19 +141,19 @@ def _existing_group(requested: dict[str, Any]) -> _Joined:
 
     Every rank must call this for a group that the program has created: the ranks gather their hosts.
     """
-    before = _joined
-    if before is None or before.group is not dist.group.WORLD:
+    existing = _joined
+    if existing is None or existing.group is not dist.group.WORLD:
         hosts = gather_values(host_id(), dist.group.WORLD)
-        known = {"backend": dist.get_backend(), "rank": dist.get_rank(), "world_size": dist.get_world_size()}
-        before = _Joined(dist.group.WORLD, Placement.of(dist.get_rank(), hosts), known)
+        arguments = {"backend": dist.get_backend(), "rank": dist.get_rank(), "world_size": dist.get_world_size()}
+        existing = _Joined(dist.group.WORLD, Placement.of(dist.get_rank(), hosts), arguments)
     for name, value in requested.items():
         argument = _seconds(value) if name == "timeout" and value is not None else value
-        if argument is not None and argument != before.arguments.get(name, argument):
+        if argument is not None and argument != existing.arguments.get(name, argument):
             raise ValueError(
-                f"init: this process has joined a group with {name}={before.arguments[name]!r} and cannot join "
+                f"init: this process has joined a group with {name}={existing.arguments[name]!r} and cannot join "
                 f"one with {name}={argument!r}; call torch.distributed.destroy_process_group() between the two calls"
             )
-    return before
+    return existing
 
 
 def _seconds(timeout: float | timedelta) -> float:
@@ -184,7 +184,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _destroy() -> None:
-    """Destroy the default group at exit."""
+    """Destroy the default group, as an exit handler of the process."""
     global _joined
     if dist.is_initialized():
         faulthandler.dump_traceback_later(_DESTROY_TIMEOUT, exit=True)  # the group may wait for ranks that have exited

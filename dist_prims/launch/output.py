@@ -17,7 +17,7 @@ __all__: list[str] = []
 
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
 _READ_BYTES = 1 << 20  # more than the capacity of a pipe
-_LONGEST = 1 << 16  # bytes of an incomplete line that is buffered
+_LONGEST = 1 << 16  # bytes of an incomplete line that is buffered; a longer one is forwarded in parts
 
 
 def is_interactive(stream: TextIO | None) -> bool:
@@ -26,11 +26,11 @@ def is_interactive(stream: TextIO | None) -> bool:
 
 
 class Output:
-    """One output stream of one rank, on the side of the parent."""
+    """The pipe of one output stream of one rank, on the side of the parent. ``name`` is "stdout" or "stderr"."""
 
     def __init__(self, name: str, rank: int, prefix: bool) -> None:
         self._name, self._prefix = name, f"[rank {rank}] " if prefix else ""
-        self._rest = b""
+        self._rest = b""  # the beginning of an incomplete line
         reads, writes = os.pipe()
         # Opened for both directions, the pipe never reports end of file, not even after the rank has exited.
         self.descriptor = os.open(f"/proc/self/fd/{reads}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -52,11 +52,8 @@ class Output:
         self._write(lines)
 
     def close(self) -> None:
-        """Write the rest after the rank has exited.
-
-        A stream that can no longer be written must not prevent the cleanup.
-        """
-        with contextlib.suppress(OSError, ValueError):
+        """Write the rest after the rank has exited, and close the pipe."""
+        with contextlib.suppress(OSError, ValueError):  # a stream that can no longer be written
             self.forward()
             self._write([self._rest + b"\n"] if self._rest.strip(b"\r") else [])
         os.close(self.descriptor)

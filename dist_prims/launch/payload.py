@@ -1,8 +1,8 @@
 """Serialization between a process and the ranks that it spawns: function and arguments, results, errors.
 
-A forked rank inherits the function. A fresh interpreter receives it, and pickle sends functions and classes as names to
-import. Definitions of a notebook, a prompt or ``python -c`` cannot be imported there, and neither can a lambda. The
-module sends them by value, with cloudpickle.
+A forked rank inherits the function. A fresh interpreter receives a pickle of it, which has functions and classes *by
+name*, to be imported. Definitions of a notebook, a prompt or ``python -c`` cannot be imported there, and neither can a
+lambda. The module sends them *by value*, with cloudpickle.
 """
 
 import builtins
@@ -22,16 +22,17 @@ _Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class Payload:
-    """The function and its arguments, to be sent to a rank."""
+    """The function and its arguments. multiprocessing pickles the payload where ranks are fresh interpreters."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self.by_name = _main_can_be_imported()
+        self.by_name = _main_can_be_imported()  # whether a fresh interpreter imports the main module
         self._call = fn, args
 
     def __reduce__(self) -> Any:
-        return _Received, (_for_a_fresh_interpreter(self._call, self.by_name),)
+        return _Received, (_pickled(self._call, self.by_name),)
 
     def open(self) -> _Call:
+        """Return the function and its arguments, on the rank."""
         return self._call
 
 
@@ -75,14 +76,14 @@ def hidden_main(hide: bool) -> Iterator[None]:
         names.update(before)
 
 
-def _for_a_fresh_interpreter(call: _Call, by_name: bool) -> bytes:
+def _pickled(call: _Call, by_name: bool) -> bytes:
     try:
         if by_name:
             return bytes(ForkingPickler.dumps(call))
     except (AttributeError, TypeError, pickle.PicklingError):
         pass  # a lambda, for example, has no name to import, and is sent by value below
     try:
-        return _by_value(call)
+        return _pickled_by_value(call)
     except Exception as error:
         raise TypeError(
             f"spawn: fn and args cannot be sent to fresh interpreters: {error}. Remedy: create the object named here "
@@ -91,7 +92,7 @@ def _for_a_fresh_interpreter(call: _Call, by_name: bool) -> bytes:
         ) from error
 
 
-def _by_value(call: Any) -> bytes:
+def _pickled_by_value(call: _Call) -> bytes:
     import cloudpickle  # type: ignore[import-untyped]  # imported on demand: importing the package must stay cheap
 
     buffer = io.BytesIO()

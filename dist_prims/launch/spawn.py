@@ -49,23 +49,22 @@ def spawn(
 
     When a rank raises or dies, ``spawn`` ends the others and raises :class:`RankFailedError` for the first failure. A
     rank whose ``fn`` has returned leaves its groups: other ranks that wait for it raise :class:`PeerLeftError`. A group
-    of gloo waits until its timeout, or the timeout of ``spawn``. ``backend`` has the default of :func:`init`.
-    With ``min_ranks``, deaths are accepted as long as so many ranks are left, which can go on by
-    :func:`dist_prims.shrink`; the result of a rank that has died is None.
+    of gloo waits until its timeout, or the timeout of ``spawn``. The parent forwards the output of the ranks line by
+    line to its own ``sys.stdout`` and ``sys.stderr``.
 
-    ``start_timeout`` is the time in seconds for all ranks to start and join the group, and again for destroying the
-    group at the end. ``timeout`` is the time for ``fn``, measured from the moment the last rank has joined. None, the
-    default, sets no limit; a collective then waits for 5 minutes, as after ``init()``. When one of the times has
-    passed, a ``TimeoutError`` names the ranks that were still busy, and those that had returned, and shows the stacks.
-
-    The parent forwards the output of the ranks line by line to its own ``sys.stdout`` and ``sys.stderr``. With
-    ``prefix`` each line begins with ``[rank 0]``. By default lines have the prefix on a terminal and in a notebook if
-    there is more than one rank.
-
-    With ``init=False``, ``fn`` itself joins a group. Forked ranks (``start_method`` "fork", the default unless CUDA or
-    a group is in use in this process) compute with one thread, because OpenMP's threads do not survive a fork. With
-    "spawn", ranks are fresh interpreters, which take seconds to start. ``fn`` and ``args`` are sent to them, by value
-    if they cannot be imported there.
+    - ``backend``: of the group, with the default of :func:`init`.
+    - ``start_timeout``: the seconds for all ranks to start and join the group, and again for destroying it at the end.
+    - ``timeout``: the seconds for ``fn``, from the moment the last rank has joined. None, the default, sets no limit; a
+      collective then waits for 5 minutes, as after ``init()``. When one of the times has passed, a ``TimeoutError``
+      names the ranks that were still busy, and those that had returned, and shows the stacks.
+    - ``init``: whether the ranks join a group. If not, ``fn`` itself joins one.
+    - ``start_method``: "fork", the default unless CUDA or a group is in use in this process, or "spawn". Forked ranks
+      compute with one thread, because OpenMP's threads do not survive a fork. "spawn" starts fresh interpreters, which
+      takes seconds, and sends them ``fn`` and ``args``, by value if they cannot be imported there.
+    - ``prefix``: whether each line of output begins with ``[rank 0]``; by default on a terminal and in a notebook, if
+      there is more than one rank.
+    - ``min_ranks``: deaths are accepted as long as so many ranks are left, which can go on by
+      :func:`dist_prims.shrink`. The result of a rank that has died is None. By default no death is accepted.
     """
     if nprocs < 1:
         raise ValueError(f"spawn: nprocs is {nprocs}; a group has at least one rank")

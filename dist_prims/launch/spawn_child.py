@@ -1,13 +1,16 @@
 """Main function of a spawned rank: set the process up, run the function, report, wait for the other ranks, exit.
 
+:mod:`.spawn_parent` starts :func:`rank_main` in each rank's process. A rank sends *notices*, small records in a pipe
+that all ranks share, and a *report*, the result or the error of its function, in a file.
+
 A rank that fails and destroys its group at once makes the other ranks fail too ("connection reset by peer"), and their
 errors race with the first error to the parent. A rank therefore reports *first*. Then the rank keeps its connections
 open until the parent has received the reports of all ranks, and exits or is killed. The parent acts as the barrier,
 which needs no message within the group. A rank whose function has returned leaves its groups meanwhile.
 
-Parent and rank share anonymous files and pipes of the parent (rendezvous, reports, stacks), which the rank opens
-through ``/proc``. An anonymous file has no name that another process could guess, other users may not open it, and the
-kernel frees it with its last descriptor.
+The files and pipes belong to the parent, and the rank opens them through ``/proc``. The files are anonymous: they have
+no name that another process could guess, other users may not open them, and the kernel frees each with its last
+descriptor.
 """
 
 import faulthandler
@@ -33,8 +36,8 @@ from .payload import Payload, packed, unpacked
 
 __all__: list[str] = []
 
-STARTED, RETURNED, RAISED = 0, 1, 2
-NOTICE = struct.Struct("=iiq")  # rank, kind (as above), time in ns; smaller than PIPE_BUF, so that a write is atomic
+STARTED, RETURNED, RAISED = 0, 1, 2  # kinds of notices: the function begins, has returned, has raised
+NOTICE = struct.Struct("=iiq")  # rank, kind, time in ns; smaller than PIPE_BUF, so that a write is atomic
 SHOW_STACK = signal.SIGRTMIN  # SIGUSR1 is used by batch systems
 
 
@@ -45,27 +48,24 @@ class RankSpec:
     rank: int
     size: int
     backend: str | None  # of the group; None: the rank joins none
-    timeout: float | None  # of the group
+    timeout: float | None  # of the group, in seconds; None: the default of init()
     parent: int  # the id of the parent's process
     secret: Secret  # of the ranks
-    store: str  # the file at which the ranks meet
+    store: str  # the file for the rendezvous of the ranks
     notices: str  # the pipe for the notices of all ranks
     exit_pipe: str  # the rank exits after it has read a byte from this pipe
     report: str  # the file for the result or the error
     stack: str  # the file for the stack, after SHOW_STACK
     streams: tuple[str, ...]  # the pipes for stdout and stderr
-    interactive: tuple[bool, ...]  # whether they are shown to a user at once
-    collects_garbage: bool  # whether garbage collection is enabled
+    interactive: tuple[bool, ...]  # whether each of these streams is shown to a user at once
+    collects_garbage: bool  # whether the parent has garbage collection enabled
 
 
 class _Stream(io.TextIOWrapper):
-    """A line-buffered stream of a rank.
+    """A line-buffered stream of a rank. ``isatty()`` is true if the stream of the parent is ``interactive``."""
 
-    It is a terminal, according to ``isatty()``, if the stream of the parent is one.
-    """
-
-    def __init__(self, number: int, interactive: bool) -> None:
-        raw = io.FileIO(number, "w", closefd=False)
+    def __init__(self, descriptor: int, interactive: bool) -> None:
+        raw = io.FileIO(descriptor, "w", closefd=False)
         super().__init__(io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True)
         self._interactive = interactive
 
@@ -78,8 +78,8 @@ def rank_main(spec: RankSpec, payload: Payload) -> NoReturn:
     status = 1
     try:
         _set_up(spec)
-        kind, when, report = _outcome(spec, payload)
-        _report(spec, kind, when, report)
+        kind, when, report = _run_function(spec, payload)
+        _send_report(spec, kind, when, report)
         if kind == RETURNED:
             _leave_groups()
         with open(spec.exit_pipe, "rb", buffering=0) as pipe:
@@ -91,7 +91,7 @@ def rank_main(spec: RankSpec, payload: Payload) -> NoReturn:
         traceback.print_exc()
     finally:  # no interpreter shutdown: a forked rank would run the parent's exit handlers and destructors
         try:
-            end_trace_of_environment()
+            end_trace_of_environment()  # which an exit handler would do
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
@@ -104,24 +104,25 @@ def _set_up(spec: RankSpec) -> None:
     if spec.collects_garbage:
         gc.enable()
     keep_secret_of_parent(spec.secret)
-    for number, (name, path) in enumerate(zip(("stdout", "stderr"), spec.streams, strict=True), start=1):
+    streams = zip((1, 2), ("stdout", "stderr"), spec.streams, spec.interactive, strict=True)
+    for descriptor, name, path, interactive in streams:
         pipe = os.open(path, os.O_WRONLY)
-        os.dup2(pipe, number)  # for the output of C code as well
+        os.dup2(pipe, descriptor)  # for the output of C code as well
         os.close(pipe)
-        setattr(sys, name, _Stream(number, spec.interactive[number - 1]))
+        setattr(sys, name, _Stream(descriptor, interactive))
     os.setpgid(0, 0)  # so that the parent can kill the rank together with its child processes
-    for number in (signal.SIGINT, signal.SIGTERM):  # handlers inherited from a forked parent are for the parent only
-        signal.signal(number, signal.SIG_DFL)
+    for signal_number in (signal.SIGINT, signal.SIGTERM):  # inherited handlers are for a forked parent only
+        signal.signal(signal_number, signal.SIG_DFL)
     faulthandler.register(SHOW_STACK, open(spec.stack, "wb"), all_threads=True)  # noqa: SIM115 - open until the process exits
     torch.set_num_threads(1)  # the OpenMP threads of the parent did not survive the fork: waiting for them hangs
     for name in [name for name in os.environ if name.startswith(("MASTER_", "TORCHELASTIC_"))]:
         del os.environ[name]  # set by the launcher of the parent
-    local = {"RANK": spec.rank, "WORLD_SIZE": spec.size, "LOCAL_RANK": spec.rank, "LOCAL_WORLD_SIZE": spec.size}
-    os.environ.update({name: str(value) for name, value in local.items()}, DIST_PRIMS_RENDEZVOUS=f"file://{spec.store}")
+    place = {"RANK": spec.rank, "WORLD_SIZE": spec.size, "LOCAL_RANK": spec.rank, "LOCAL_WORLD_SIZE": spec.size}
+    os.environ.update({name: str(value) for name, value in place.items()}, DIST_PRIMS_RENDEZVOUS=f"file://{spec.store}")
 
 
-def _outcome(spec: RankSpec, payload: Payload) -> tuple[int, int, bytes]:
-    """Join the group and run the function. Return the kind of the notice, the time of a failure, and the report."""
+def _run_function(spec: RankSpec, payload: Payload) -> tuple[int, int, bytes]:
+    """Join the group and run the function. Return kind and time (0 without a failure) of the notice, and the report."""
     try:
         fn, args = payload.open()
         if spec.backend:
@@ -133,6 +134,7 @@ def _outcome(spec: RankSpec, payload: Payload) -> tuple[int, int, bytes]:
 
 
 def _pickled_error(error: BaseException) -> bytes:
+    """The report of a failure: the exception, packed, and its text."""
     frames = error.__traceback__ and error.__traceback__.tb_next  # without the frame of this module
     text = "".join(traceback.format_exception(type(error), error, frames))
     try:  # the exception itself is sent only if the parent can make it again
@@ -143,11 +145,11 @@ def _pickled_error(error: BaseException) -> bytes:
     return packed((cause, text))
 
 
-def _report(spec: RankSpec, kind: int, when: int, payload: bytes) -> None:
+def _send_report(spec: RankSpec, kind: int, when: int, report: bytes) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    with open(spec.report, "wb") as report:
-        report.write(payload)
+    with open(spec.report, "wb") as file:
+        file.write(report)
     _notify(spec, kind, when)
 
 

@@ -1,7 +1,8 @@
 """Parent side of spawned ranks: start them, wait for them, find the first failure, and kill all ranks at the end.
 
-The parent waits for answers, deaths and output in one call. A pidfd reports the death of a rank. The end of a socket or
-pipe is not sufficient, because child processes of a rank inherit the descriptors and keep them open.
+The thread that calls ``spawn`` waits for notices (:mod:`.spawn_child`), deaths and output of all ranks in one call. A
+*pidfd*, the descriptor of a process, reports the death of a rank. The end of a socket or pipe is not sufficient,
+because child processes of a rank inherit the descriptors and keep them open.
 """
 
 import contextlib
@@ -29,8 +30,8 @@ from .spawn_child import NOTICE, RAISED, RETURNED, SHOW_STACK, RankSpec, rank_ma
 __all__: list[str] = []
 
 _PF_EXITING = 0x4  # linux/sched.h
-_EXIT_TIME = 2.0  # seconds
-_STACK_TIME = 1.0  # seconds
+_EXIT_TIME = 2.0  # seconds for a process that exits or is killed
+_STACK_TIME = 1.0  # seconds for the ranks to write their stacks
 _RUNNING = "running"  # the activity of the ranks while their functions run
 
 
@@ -64,8 +65,8 @@ class RankProcesses:
         """The parameters are described at :func:`dist_prims.spawn`; ``size`` is the number of ranks."""
         self.start_timeout, self.timeout, self.min_ranks = start_timeout, timeout, min_ranks
         self.store = _anonymous_file("store")
-        self.notices, self.notices_end = os.pipe()
-        self.exit_pipe, self.exit_pipe_end = os.pipe()
+        self.notices, self.notices_end = os.pipe()  # descriptors: the parent reads, the ranks write
+        self.exit_pipe, self.exit_pipe_end = os.pipe()  # the ranks read, the parent writes
         self.ranks = [_Rank(number, size, prefix) for number in range(size)]
 
     def __enter__(self) -> "RankProcesses":
