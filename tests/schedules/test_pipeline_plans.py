@@ -366,6 +366,13 @@ def test_a_picture_shows_a_run_and_its_plan_in_one_scale(tmp_path: Path) -> None
     assert "run <1>" in {each.text for each in root.iter()}
 
 
+def test_rows_that_overlap_are_drawn_where_they_begin() -> None:
+    """The later row was drawn behind the end of the earlier one."""
+    rows = [("F", 0, 0, 0.0, 10.0, 0), ("F", 0, 1, 5.0, 10.0, 0), ("F", 0, 1, 5.0, 10.0, 1)]
+    first, second = text_gantt(rows).splitlines()
+    assert first.index("F1") == second.index("F1")
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "num_microbatches"),
     [("fill_drain", 2, 3), ("1f1b", 3, 4), ("interleaved_1f1b", 2, 4), ("zb_h1", 3, 5), ("zbv", 2, 3)],

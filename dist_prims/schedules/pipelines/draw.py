@@ -21,7 +21,7 @@ __all__: list[str] = []
 
 AnyRow = tuple[str, int, int, float, float, int]
 
-_LEFT, _RIGHT, _TOP, _LANE, _BAR = 84, 64, 62, 34, 26
+_LEFT, _RIGHT, _TOP, _LANE, _BAR = 84, 64, 62, 34, 26  # margins, and heights of a rank's row and of its bars, in pixels
 _NARROWEST, _WIDEST = 480, 1600
 _COLOURS = {"F": "#0072b2", "B": "#d55e00", "W": "#009e73", "BW": "#8a3f7c"}
 _WORDS = {"F": "forward", "B": "gradient of the input", "W": "gradients of the weights", "BW": "backward"}
@@ -50,14 +50,14 @@ def text_gantt(rows: Iterable[AnyRow], title: str = "", width: int = 200) -> str
     panel = _Panel.of(title, rows)
     scale = min(panel.legible_scale(), width / panel.span)
     lines = [title] if title else []
-    for rank, lane in enumerate(panel.lanes):
+    for rank, rank_rows in enumerate(panel.by_rank):
         line = f"rank {rank}".ljust(8)
-        for row in lane:
+        for row in rank_rows:  # of rows that overlap, the later one hides the end of the earlier one
             start, stop = (8 + round((when - panel.begin) * scale) for when in (row.begin, row.end))
             space = max(0, stop - start - 1)
             label = f"{row.kind}{panel.number(row)}"
             fitting = next((text for text in (label, row.kind) if len(text) <= space), row.kind[:space])
-            line = line.ljust(start)[:stop] + fitting.ljust(space, "-")
+            line = line.ljust(start)[:start] + fitting.ljust(space, "-")
         lines.append(line.rstrip())
     return "\n".join(lines)
 
@@ -67,7 +67,7 @@ class _Panel:
     """One set of rows, grouped by rank and sorted by time."""
 
     title: str
-    lanes: list[list[Row]]
+    by_rank: list[list[Row]]
     several: bool  # whether a rank has several stages
     begin: float
     end: float
@@ -81,11 +81,11 @@ class _Panel:
         wrong = next((row for row in every if row.kind not in _COLOURS or row.end < row.begin or row.rank < 0), None)
         if wrong:
             raise ValueError(f"{here}: {wrong} cannot be drawn; kinds are {', '.join(_COLOURS)}, and begin <= end")
-        lanes: list[list[Row]] = [[] for _ in range(1 + max(row.rank for row in every))]
+        by_rank: list[list[Row]] = [[] for _ in range(1 + max(row.rank for row in every))]
         for row in every:
-            lanes[row.rank].append(row)
-        several = any(len({row.stage for row in lane}) > 1 for lane in lanes)
-        return cls(title, lanes, several, every[0].begin, max(row.end for row in every))
+            by_rank[row.rank].append(row)
+        several = any(len({row.stage for row in rank_rows}) > 1 for rank_rows in by_rank)
+        return cls(title, by_rank, several, every[0].begin, max(row.end for row in every))
 
     @property
     def span(self) -> float:
@@ -96,13 +96,13 @@ class _Panel:
 
     def legible_scale(self) -> float:
         """The scale, in characters a second, at which the name of every action fits."""
-        every = [row for lane in self.lanes for row in lane if row.end > row.begin]
+        every = [row for rank_rows in self.by_rank for row in rank_rows if row.end > row.begin]
         names = ((row, f"{row.kind}{self.number(row)} ") for row in every)
         return max((len(name) / (row.end - row.begin) for row, name in names), default=1.0)
 
     def busy(self, rank: int) -> float:
         """The fraction of the time that a rank computes."""
-        return sum(row.end - row.begin for row in self.lanes[rank]) / self.span
+        return sum(row.end - row.begin for row in self.by_rank[rank]) / self.span
 
 
 def draw_gantt(
@@ -121,7 +121,10 @@ def draw_gantt(
     panels = [_Panel.of(name, each) for name, each in named.items()]
     if not panels:
         raise ValueError(f"gantt {title}: there are no rows to draw")
-    ranks, count = max(len(each.lanes) for each in panels), sum(len(lane) for each in panels for lane in each.lanes)
+    ranks, count = (
+        max(len(each.by_rank) for each in panels),
+        sum(len(rank_rows) for each in panels for rank_rows in each.by_rank),
+    )
     if ranks > _MOST_RANKS or count > _MOST_ROWS:
         raise ValueError(
             f"gantt {title}: {ranks} ranks and {count} actions; a picture shows at most {_MOST_RANKS} ranks and "
@@ -136,7 +139,7 @@ def _svg(panels: Sequence[_Panel], title: str) -> Iterator[str]:
     span = max(panel.span for panel in panels)
     plot = min(max(max(panel.legible_scale() for panel in panels) * span * 8, _NARROWEST, 8 * len(title)), _WIDEST)
     width, scale = round(_LEFT + plot + _RIGHT), plot / span
-    heights = [len(panel.lanes) * _LANE + (26 if panel.title else 0) for panel in panels]
+    heights = [len(panel.by_rank) * _LANE + (26 if panel.title else 0) for panel in panels]
     tops = [_TOP, *(_TOP + sum(heights[: at + 1]) + 20 * (at + 1) for at in range(len(panels)))]
     axis = tops[-1] - 20
     height = axis + 76
@@ -152,7 +155,7 @@ def _svg(panels: Sequence[_Panel], title: str) -> Iterator[str]:
     for panel, top in zip(panels, tops, strict=False):
         if panel.title:
             yield f'<text x="24" y="{top + 14}" font-weight="600">{escape(panel.title)}</text>'
-        yield from _lanes(panel, top + (26 if panel.title else 0), scale, width)
+        yield from _rows_of_ranks(panel, top + (26 if panel.title else 0), scale, width)
     yield from _legend(panels, axis + 56)
     yield "</svg>"
 
@@ -167,16 +170,17 @@ def _axis(span: float, scale: float, y: float) -> Iterator[str]:
         yield f'<text x="{x:.1f}" y="{y + 20}" text-anchor="middle" fill="#777">{tick:.6g}</text>'
 
 
-def _lanes(panel: _Panel, top: float, scale: float, width: int) -> Iterator[str]:
-    chunks = [sorted({row.stage for row in lane}) for lane in panel.lanes]
-    label_width = 2 + 7 * max(len(panel.number(row)) for lane in panel.lanes for row in lane)  # equal for all
-    for rank, lane in enumerate(panel.lanes):
+def _rows_of_ranks(panel: _Panel, top: float, scale: float, width: int) -> Iterator[str]:
+    stages = [sorted({row.stage for row in rank_rows}) for rank_rows in panel.by_rank]
+    longest = max(len(panel.number(row)) for rank_rows in panel.by_rank for row in rank_rows)
+    label_width = 2 + 7 * longest  # 7 pixels a character
+    for rank, rank_rows in enumerate(panel.by_rank):
         y = top + rank * _LANE
         yield f'<text x="24" y="{y + 22}">rank {rank}</text>'
         yield f'<text x="{width - 16}" y="{y + 22}" text-anchor="end" fill="#666">{panel.busy(rank):.0%}</text>'
-        for row in lane:
+        for row in rank_rows:
             x, wide = _LEFT + (row.begin - panel.begin) * scale, (row.end - row.begin) * scale
-            colour, ink = _colour(row.kind, chunks[rank].index(row.stage), len(chunks[rank]))
+            colour, ink = _colour(row.kind, stages[rank].index(row.stage), len(stages[rank]))
             yield (
                 f'<rect class="{row.kind}" x="{x:.2f}" y="{y + 4}" width="{wide:.2f}" height="{_BAR}" fill="{colour}" '
                 f'stroke="#fff" stroke-width="{min(1.0, wide / 4):.2f}"/>'
@@ -188,21 +192,21 @@ def _lanes(panel: _Panel, top: float, scale: float, width: int) -> Iterator[str]
                 )
 
 
-def _colour(kind: str, chunk: int = 0, chunks: int = 1) -> tuple[str, str]:
-    """Fill and text colour; further stages of a rank are lighter.
+def _colour(kind: str, place: int = 0, stages: int = 1) -> tuple[str, str]:
+    """Fill and text colour of an action; the second and later ones of the ``stages`` of a rank are lighter.
 
     >>> _colour("F"), _colour("F", 1, 2)
     (('#0072b2', '#fff'), ('#99c7e0', '#333'))
     """
     hue = _COLOURS[kind]
-    share = 0.6 * chunk / (chunks - 1) if chunk else 0.0
+    share = 0.6 * place / (stages - 1) if place else 0.0
     parts = (int(hue[at : at + 2], 16) for at in (1, 3, 5))
     fill = "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
     return f"#{fill}", "#fff" if share < 0.4 else "#333"
 
 
 def _legend(panels: Sequence[_Panel], y: float) -> Iterator[str]:
-    kinds = {row.kind for panel in panels for lane in panel.lanes for row in lane}
+    kinds = {row.kind for panel in panels for rank_rows in panel.by_rank for row in rank_rows}
     x = 24
     for kind in (kind for kind in _COLOURS if kind in kinds):
         words = _WORDS[kind]
