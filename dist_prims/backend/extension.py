@@ -48,12 +48,15 @@ def extension() -> Any:
     """Return the compiled module for this torch; ImportError with a remedy if there is none."""
     module = load().module
     util.register_after_fork(module, _leave_at_end_of_worker)
-    _leave_at_end_of_worker(module)
+    _leave_at_end_of_worker(module)  # this process may itself be a worker
     return module
 
 
 def _leave_at_end_of_worker(module: Any) -> None:
-    """Make a forked worker of multiprocessing leave its groups when it ends well, which it does by ``os._exit``."""
+    """Make a forked worker of multiprocessing leave its groups when it ends well, which it does by ``os._exit``.
+
+    multiprocessing runs the finalizers of a worker while it handles the exception of the function, if there is one.
+    """
 
     def leave() -> None:
         error = sys.exc_info()[1]

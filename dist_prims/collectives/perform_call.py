@@ -71,7 +71,8 @@ def perform(call: Call) -> Work | None:
         chosen = named_algorithm(options.algorithm, call.collective, call.title, call.nbytes)
     elif options.algorithm is None and not on_dist_prims:
         chosen = configured_algorithm(call.collective, call.nbytes)
-    # 2. If there is none: the collective of the group's own backend, or else the cheapest algorithm.
+    # 2. If there is none, or "cheapest": the collective of the group's own backend, in which dist_prims chooses the
+    # cheapest schedule itself; otherwise the cheapest algorithm.
     if chosen is None:
         if on_dist_prims and call.collective not in ("scan", "exclusive_scan"):
             return run_in_backend(call)
@@ -83,9 +84,9 @@ def perform(call: Call) -> Work | None:
             f"{call.title}: algorithm {chosen.algorithm!r} forwards blocks of other ranks, whose lengths this rank "
             f"does not know; with splits or lists use {' or '.join(UNFORWARDED)}"
         )
-    # 3. The schedule of the algorithm. An error of its parameters raises here, before the call has a number. Nothing
-    # here may depend on whether this rank of another backend has exchanged the hosts yet, which the ranks do in the
-    # queue: ranks would cut into other segments, or one would raise.
+    # 3. The schedule of the algorithm. An error of its parameters raises here, before the call has a number. On another
+    # backend than dist_prims this is only a check: the call builds its schedule in its turn in the queue, where the
+    # ranks first exchange their hosts. Until then a rank may not know them, so this check does not use them.
     schedule = _schedule(call, chosen, by_hosts=on_dist_prims)
     # 4. The backend dist_prims executes it in C++; otherwise it is executed in Python.
     if on_dist_prims and call.collective in FOLLOWED:

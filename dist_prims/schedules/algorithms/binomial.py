@@ -59,7 +59,7 @@ def reduce_load(hosts: Hosts, radix: int = 2) -> Iterator[Part]:
     size = hosts.size
     for step in distances(size, radix):
         far = range(step, min(radix * step, size), step)
-        yield Round(1, [[Move(distance, size, -distance, 1, radix * step, reduce=True)] for distance in far])
+        yield Round(1, [[Move(distance, size, -distance, stride=radix * step, reduce=True)] for distance in far])
 
 
 def gather_load(hosts: Hosts, radix: int = 2) -> Iterator[Part]:
@@ -68,7 +68,7 @@ def gather_load(hosts: Hosts, radix: int = 2) -> Iterator[Part]:
         last = (size - 1) // step * step  # the head of the last subtree, which may be smaller
         groups = []
         for distance in range(step, min(radix * step, size), step):
-            whole = Move(distance, size - step + 1, -distance, 1, radix * step, step)
+            whole = Move(distance, size - step + 1, -distance, stride=radix * step, chunks=step)
             is_cut = last % (radix * step) == distance and size - last < step
             groups.append([whole, Move(last, last + 1, -distance, chunks=size - last)] if is_cut else [whole])
         yield Round(1, groups)

@@ -9,7 +9,7 @@ new pair, so after n/2 steps every rank has all n chunks.
             step 1    1-2 3-4 5-0    each its pair
             step 2    0-1 2-3 4-5    each the pair it got in step 1
 
-If n is odd, the last rank is a *guest* of the rank before it, its *host*. The host sends the guest's chunk with its
+If n is odd, the last rank is a *guest*, and the rank before it is its *carrier*, which sends the guest's chunk with its
 own chunks, and forwards to the guest what it receives.
 """
 
@@ -56,30 +56,30 @@ def _load(hosts: Hosts) -> Iterator[Part]:
 )
 def all_gather(size: int) -> Iterator[Step]:
     even = size - size % 2  # the number of ranks that exchange, and the rank of the guest
-    host = even - 1
+    carrier = even - 1
     has_guest = size % 2 == 1 and size > 1
     if has_guest:
-        yield Step(src=even, dst=host, chunk=even)
+        yield Step(src=even, dst=carrier, chunk=even)
     rank = np.arange(even)
     peers = [(rank + np.where((rank + step) % 2 == 0, 1, -1)) % even for step in (0, 1)]
     newest = rank // 2  # the pair of chunks that each rank received last, chunks 2 i and 2 i + 1; at first its own pair
     for step in range(even // 2):
         peer = peers[step % 2]
         exchange = _pairs(rank, peer, newest, even, has_guest) if step else _own(rank, peer, even, has_guest)
-        yield Step.concat([exchange, _to_guest(step, host, newest)]) if has_guest else exchange
+        yield Step.concat([exchange, _to_guest(step, carrier, newest)]) if has_guest else exchange
         newest = newest[peer] if step else newest
     if has_guest:
-        yield _to_guest(even // 2, host, newest)
+        yield _to_guest(even // 2, carrier, newest)
 
 
-def _to_guest(step: int, host: int, newest: NDArray[np.int64]) -> Step:
-    """The host forwards what it received in the previous step: in step 0 its own chunk, as it has received none."""
-    received = [[host], [host - 1]][step] if step < 2 else [2 * newest[host], 2 * newest[host] + 1]
-    return Step(src=host, dst=host + 1, chunk=received)
+def _to_guest(step: int, carrier: int, newest: NDArray[np.int64]) -> Step:
+    """The carrier forwards what it received in the previous step: in step 0 its own chunk, as it has received none."""
+    received = [[carrier], [carrier - 1]][step] if step < 2 else [2 * newest[carrier], 2 * newest[carrier] + 1]
+    return Step(src=carrier, dst=carrier + 1, chunk=received)
 
 
 def _own(rank: NDArray[np.int64], peer: NDArray[np.int64], even: int, has_guest: bool) -> Step:
-    """Step 0: each rank sends its own chunk, and the host of the guest sends the guest's chunk too."""
+    """Step 0: each rank sends its own chunk, and the carrier sends the guest's chunk too."""
     guest = [Step(src=even - 1, dst=peer[even - 1], chunk=even)] if has_guest else []
     return Step.concat([Step(rank, peer, rank), *guest])
 
@@ -88,7 +88,7 @@ def _pairs(
     rank: NDArray[np.int64], peer: NDArray[np.int64], newest: NDArray[np.int64], even: int, has_guest: bool
 ) -> Step:
     """A later step: each rank sends its newest pair; the guest's chunk travels with the last pair."""
-    pairs = WideStep(Step(rank, peer, 2 * newest), 2)
+    pairs = WideStep(Step(rank, peer, 2 * newest), 2)  # two consecutive chunks
     if not has_guest:
         return pairs
     guest = rank[newest == even // 2 - 1]
