@@ -1,6 +1,7 @@
 """Executor of one rank's part of a schedule, its *program*, over a channel and on the memory of the user.
 
-A *chunk* is a piece of the data, a slice of a flat tensor. *Scratch* memory is memory that the executor allocates.
+A *piece* is a part of the data of all ranks. A *chunk* is this rank's memory for a piece: a slice of a flat tensor.
+*Scratch* memory is memory that the executor allocates.
 
 - A received chunk that replaces another is received in its slice.
 - A received chunk that is to be added is received in a scratch buffer and added from there.
@@ -197,7 +198,8 @@ class ProgramExecutor:
             arrivals: waits for the messages.
             own: this rank's chunks that the step reads, by number.
         """
-        # 1. The operands: the present value, unless the write replaces it, and the sources.
+        # 1. The operands: the present value, unless the write replaces it, and the sources. The index of a source is
+        # the number of a chunk of this rank, or the place in the message of a peer.
         operands = [own[s.index] if s.peer == OWN else buffers[s.peer].parts[s.index] for s in write.sources]
         target = self.slices.get(write.into)
         current = [] if write.copy or target is None else [target.view]

@@ -19,6 +19,7 @@ from ..gradients.ownership import averager_of
 
 __all__: list[str] = []
 
+# Is called with parameters whose gradients are complete; ignores the parameters of other averagers.
 Complete = Callable[[Iterable[torch.Tensor]], None]
 
 
@@ -39,7 +40,8 @@ class AverageOnce:
         self._left.clear()
         self._uses = Counter(each for stage in parameters for each in stage)
         with ExitStack() as stack:
-            # Ends in the opposite order: one order on all ranks, or two of them would wait for each other.
+            # At the end of the step each averager sends what is left: in the opposite order of the names, which is the
+            # same on all ranks. With unlike orders two ranks would wait for each other.
             for averager in sorted((each for each in averagers if each), key=lambda each: each.name):
                 self._averagers.append(stack.enter_context(averager.once()))
             stack.callback(self._averagers.clear)
@@ -58,6 +60,6 @@ class AverageOnce:
         if self._left[action.stage]:
             return
         self._uses.subtract(parameters := [*self._stages[action.stage].parameters()])
-        complete = [each for each in reversed(parameters) if not self._uses[each]]
+        complete = [each for each in reversed(parameters) if not self._uses[each]]  # the order of backward
         for averager in self._averagers:
             averager(complete)
