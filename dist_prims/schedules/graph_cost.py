@@ -58,6 +58,10 @@ class LinkLoads:
             total += float((self.latencies[sent] + busy[self.routes[sent]].max(axis=1)).max(initial=0))
         return total
 
+    def busiest(self, nbytes: float) -> float:
+        """The seconds in which the busiest link carries its load of all steps, without latency."""
+        return float((self.loads.sum(axis=0) * nbytes / self.bandwidth).max(initial=0))
+
     def best_segments(self, nbytes: float) -> tuple[float, int]:
         """The shortest seconds of 1, 2, 4, ... 256 segments, and the number of segments."""
         counts = (1 << power for power in range(_MOST_SEGMENTS.bit_length()))

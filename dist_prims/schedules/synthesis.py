@@ -16,22 +16,25 @@ unequal speed need steps of unequal length. Trees put each chunk on a shared lin
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from .contract import BLOCKS, ROOTED, contract
 from .cut_bound import cut_bound
 from .flow_bound import flow_bound
 from .graph import Graph
-from .graph_cost import link_loads
+from .graph_cost import Floats, link_loads
 from .registry import Algorithm, algorithms, lookup
 from .schedule import Schedule
 from .schedule_builder import build
 from .steps import Step, Steps
+from .timed_trees import LENGTHS, TimedTrees, steps_of_timed
 from .trees import Packing, Pairs, Tree, pack, steps_of
 from .ways import Ways, steps_of_ways
 
@@ -116,13 +119,13 @@ def synthesize(
         raise ValueError(f"synthesize(chunks={chunks}): use at least 1")
     begin = time.perf_counter()
     registered = min((_priced(each, graph, nbytes) for each in _registered(collective, graph, root)), key=_seconds)
-    found: Priced | None = None
-    for schedule in _Search(graph, collective, root, seed, begin + seconds).schedules(chunks):
-        candidate = _priced(schedule, graph, nbytes)
+    search = _Search(graph, collective, root, seed, begin + seconds)
+    every: list[Priced] = []
+    for schedule in itertools.chain(search.schedules(chunks), search.timed(every, nbytes)):
+        every.append(_priced(schedule, graph, nbytes))
         if progress is not None:
-            progress(time.perf_counter() - begin, candidate)
-        found = candidate if found is None else min(found, candidate, key=_seconds)
-    assert found is not None, "the first schedule is found whatever the time"
+            progress(time.perf_counter() - begin, every[-1])
+    found = min(every, key=_seconds)
     found.schedule.verify()
     left = begin + seconds - time.perf_counter()
     bound = _bound([collective], graph, root, nbytes, left)
@@ -194,7 +197,8 @@ class _Search:
             roots = self._roots(chunks)
             for depth_cost in (_SHORTEST, _SHORT, _LONG)[2 * (len(roots) > _FEW_TREES) :]:
                 if first or time.perf_counter() < self.until:
-                    yield self._of_ways(roots, depth_cost) if self._has_ways else self._of_trees(roots, depth_cost)
+                    steps = functools.partial(self._steps, roots, depth_cost)
+                    yield self._of_ways(roots, depth_cost) if self._has_ways else self._both_halves(roots, steps)
                 first = False
 
     @property
@@ -218,24 +222,44 @@ class _Search:
         every = itertools.permutations(ranks, 2) if self._has_ways else ranks
         return [each for each in every for _ in range(chunks)]
 
-    @cached_property
+    @functools.cached_property
     def _pairs(self) -> Pairs:
         return Pairs.of(self.graph)
 
-    @cached_property
+    @functools.cached_property
     def _pairs_back(self) -> Pairs:
         return Pairs.of(self.graph, backwards=True)
 
     def _pack(self, kind: type[Packing], pairs: Pairs, roots: Sequence[Any], depth_cost: float) -> list[Tree]:
         return pack(kind(self.graph, pairs, depth_cost, self.seed), roots, self.until)
 
-    def _of_trees(self, roots: Sequence[int], depth_cost: float) -> Schedule:
+    def timed(self, every: Sequence[Priced], nbytes: float) -> Iterator[Schedule]:
+        """Few steps of given lengths (:mod:`.timed_trees`), where they can take less time than many segments."""
+        best, chunks = min(every, key=_seconds), every[-1].schedule.chunks
+        busy = link_loads(best.schedule, self.graph).busiest(nbytes)
+        has_every_pair = len(self._pairs.src) == self.graph.ranks * (self.graph.ranks - 1)
+        if self._has_ways or not has_every_pair or chunks > _FEW_TREES or not 1.01 * busy < best.seconds < 2 * busy:
+            return
+        roots = [self.root] * chunks if self.collective in ROOTED else self._roots(chunks // self.graph.ranks)
+        seconds = nbytes / chunks / self.graph.bandwidth
+        for relative in LENGTHS:
+            lengths = np.array(relative) / sum(relative) * busy / (1 + (self.collective == "all_reduce"))
+            if time.perf_counter() < self.until:
+                yield self._both_halves(roots, functools.partial(self._timed_steps, roots, seconds, lengths))
+
+    def _timed_steps(self, roots: Sequence[int], seconds: Floats, lengths: Floats, pairs: Pairs) -> list[Step]:
+        packing = TimedTrees(self.graph, pairs, self.seed, seconds, lengths)
+        return steps_of_timed(pack(packing, roots, self.until), pairs)
+
+    def _steps(self, roots: Sequence[int], depth_cost: float, pairs: Pairs) -> list[Step]:
+        return steps_of(self._pack(Packing, pairs, roots, depth_cost), pairs, roots)
+
+    def _both_halves(self, roots: Sequence[int], make: Callable[[Pairs], list[Step]]) -> Schedule:
         steps: list[Step] = []
         if "reduce" in self.collective:
-            trees = self._pack(Packing, self._pairs_back, roots, depth_cost)
-            steps += [step.backwards() for step in reversed(steps_of(trees, self._pairs_back, roots))]
+            steps += [step.backwards() for step in reversed(make(self._pairs_back))]
         if self.collective != "reduce_scatter":
-            steps += steps_of(self._pack(Packing, self._pairs, roots, depth_cost), self._pairs, roots)
+            steps += make(self._pairs)
         return self._schedule(len(roots), steps)
 
     def _of_ways(self, ends: Sequence[tuple[int, int]], depth_cost: float) -> Schedule:

@@ -35,7 +35,6 @@ __all__: list[str] = []
 Ints = NDArray[np.int64]
 Tree = list[int]  # the numbers of its pairs, from the root on
 
-_POWERS = (2, 4, 8, 12, 16, 24, 32)  # of the rounds
 NOISE = 0.01  # of a cost, so that equal costs are drawn by chance
 
 
@@ -89,6 +88,8 @@ class Packing:
     ``depth_cost``: what a rank that is one pair further from its root costs; the busiest link weighs about 1. ``seed``:
     of the order in which trees are replaced.
     """
+
+    powers: tuple[int, ...] = (2, 4, 8, 12, 16, 24, 32)  # of the rounds
 
     def __init__(self, graph: Graph, pairs: Pairs, depth_cost: float, seed: int) -> None:
         self.pairs, self.size, self.depth_cost = pairs, graph.ranks, depth_cost
@@ -144,9 +145,9 @@ def pack(packing: Packing, roots: Sequence[Any], until: float = math.inf) -> lis
         roots: the root of each tree; several trees may have one root.
         until: the value of ``time.perf_counter`` from which on no tree is replaced.
     """
-    trees = [packing.grow(root, _POWERS[0]) for root in roots]
+    trees = [packing.grow(root, packing.powers[0]) for root in roots]
     best, fewest = list(trees), packing.most
-    for power in _POWERS:
+    for power in packing.powers:
         for which in packing.random.permutation(len(trees)).tolist():
             if time.perf_counter() > until:
                 break
