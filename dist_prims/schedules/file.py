@@ -20,6 +20,8 @@ import numpy as np
 from .contract import COLLECTIVES, ROOTED, contract
 from .formats.msccl import read_msccl
 from .formats.msccl_writer import write_msccl
+from .formats.mscclpp import read_mscclpp
+from .formats.mscclpp_writer import write_mscclpp
 from .proof import verify
 from .schedule_error import ScheduleError
 from .steps import COLUMNS, ScheduleData, Step, Steps, most_steps
@@ -40,7 +42,7 @@ _KINDS: dict[str, Any] = {
 }
 
 
-FORMATS: dict[str, Callable[[ScheduleData], str]] = {"msccl": write_msccl}
+FORMATS: dict[str, Callable[[ScheduleData], str]] = {"msccl": write_msccl, "mscclpp": write_mscclpp}
 
 
 def write_schedule(schedule: ScheduleData, path: str | Path, format: str | None = None) -> Path:
@@ -79,7 +81,11 @@ def read_schedule(path: str | Path) -> ScheduleData:
         if text.lstrip().startswith("<"):
             name, operations = read_msccl(text)
             return operations.prove(name)
-        schedule = _schedule(json.loads(text))
+        fields = json.loads(text)
+        if isinstance(fields, dict) and "gpus" in fields:
+            name, operations = read_mscclpp(fields)
+            return operations.prove(name)
+        schedule = _schedule(fields)
     except ScheduleError:
         raise
     except ValueError as error:

@@ -112,13 +112,14 @@ class Schedule(ScheduleData):
     def save(self, path: str | Path, format: str | None = None) -> Path:
         """Write the steps and the contract to a JSON file, and return its path.
 
-        ``format``: ``"msccl"`` writes an MSCCL algorithm as XML instead; ValueError for a collective that it lacks.
+        ``format``: ``"msccl"`` writes an MSCCL algorithm as XML instead, ``"mscclpp"`` an execution plan of MSCCL++ as
+        JSON; ValueError for a collective that they lack.
         """
         return write_schedule(self, path, format)
 
     @staticmethod
     def load(path: str | Path) -> Schedule:
-        """Read the schedule of a file that :meth:`save` has written, or an MSCCL algorithm, and prove it.
+        """Read the schedule of a file that :meth:`save` has written, in any format, and prove it.
 
         Raises ScheduleError for steps that are wrong, and ValueError for a file that is no schedule. To run the
         schedule, register its steps under a name on every rank.

@@ -1,7 +1,7 @@
 """MSCCL algorithms: what is proved runs in every order, and what is refused fails in some order.
 
 ``Machine`` is the independent check. It reads the XML by itself and executes one step of one thread block at a time, in
-a random order. A value is the index of a piece of the data with the ranks whose contributions it contains.
+a random order.
 """
 
 from __future__ import annotations
@@ -15,62 +15,28 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from buffer_memory import BufferMemory, Value, WrongError, added, last, verdict
 
 from dist_prims.cli.main import main
-from dist_prims.schedules import Schedule, ScheduleError, algorithms, build
+from dist_prims.schedules import Schedule, algorithms, build
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-Value = tuple[int, tuple[int, ...]]  # the index of a piece, and the ranks in the sum
 
 
-class WrongError(Exception):
-    """The machine has read what was never written, added what does not belong together, or cannot run the file."""
-
-
-class Machine:
+class Machine(BufferMemory):
     """The GPUs of an MSCCL algorithm, with their thread blocks, connections and memory."""
 
     def __init__(self, text: str) -> None:
         root = ElementTree.fromstring(text)
         self.gpus = sorted(root.findall("gpu"), key=lambda gpu: int(gpu.attrib["id"]))
-        self.size, self.chunks = len(self.gpus), int(root.attrib["nchunksperloop"])
-        self.collective, self.in_place = root.attrib["coll"].replace("_", ""), root.attrib["inplace"] == "1"
+        super().__init__(
+            root.attrib["coll"].replace("_", ""),
+            int(root.attrib["nchunksperloop"]),
+            root.attrib["inplace"] == "1",
+            [int(gpu.attrib["s_chunks"]) for gpu in self.gpus],
+        )
         self.slots = 2 if root.attrib["proto"] == "Simple" else 8
-        self.block = self.chunks // self.size
         self.blocks = [{int(tb.attrib["id"]): tb for tb in gpu.findall("tb")} for gpu in self.gpus]
-
-    def place(self, rank: int, buffer: str, index: int) -> tuple[str, int]:
-        """The memory of ``buffer[index]``: in place, the smaller of the buffers i and o is a part of the other."""
-        whole = {"allgather": "o", "reducescatter": "i"}.get(self.collective)
-        length = self.block if whole and buffer in "io" and buffer != whole else self.chunks
-        if buffer == "s":
-            length = int(self.gpus[rank].attrib["s_chunks"])
-        if not 0 <= index < length:
-            raise WrongError(f"{buffer}[{index}]")
-        if not self.in_place or buffer == "s":
-            return buffer, index
-        return "io", index + (rank * self.block if whole and buffer != whole else 0)
-
-    def start(self, rank: int) -> dict[tuple[str, int], Value]:
-        own = range(self.block if self.collective == "allgather" else self.chunks)
-        first = rank * self.block if self.collective == "allgather" else 0
-        if self.collective == "alltoall":
-            first = rank * self.chunks
-        return {self.place(rank, "i", index): (first + index, (rank,)) for index in own}
-
-    def result(self, rank: int) -> dict[tuple[str, int], Value]:
-        ranks = tuple(range(self.size))
-        if self.collective == "reducescatter":
-            return {self.place(rank, "o", at): (rank * self.block + at, ranks) for at in range(self.block)}
-        values: Callable[[int], Value] = {
-            "allreduce": lambda at: (at, ranks),
-            "allgather": lambda at: (at, (at // self.block,)),
-            "alltoall": lambda at: (
-                at // self.block * self.chunks + rank * self.block + at % self.block,
-                (at // self.block,),
-            ),
-        }[self.collective]
-        return {self.place(rank, "o", at): values(at) for at in range(self.chunks)}
 
     def run(self, choose: Callable[[list[str]], str]) -> tuple[bool, list[str]]:
         """Whether all ranks end with the right result, and the steps in the order in which they ran."""
@@ -144,32 +110,11 @@ class Machine:
             self.flags[rank][tb] = int(step.attrib["s"])
 
 
-def added(one: Value, two: Value) -> Value:
-    if one[0] != two[0] or set(one[1]) & set(two[1]):
-        raise WrongError(f"{one} + {two}")
-    return one[0], tuple(sorted(one[1] + two[1]))
-
-
-def verdict(text: str, path: Path) -> str:
-    """The error of an algorithm; empty if it is proved."""
-    path.write_text(text)
-    try:
-        Schedule.load(path)
-    except ValueError as error:
-        return str(error) if isinstance(error, ScheduleError) else f"refused: {error}"
-    return ""
-
-
-def last(late: str) -> Callable[[list[str]], str]:
-    """A choice of the first step, but of the step ``late`` only if no other one can run."""
-    return lambda ready: next((name for name in ready if name != late), late)
-
-
 def machine_agrees(text: str, error: str, chance: random.Random) -> bool:
     """Whether the machine finds what the verdict says: a right result in every order, or the failure."""
     try:
         machine = Machine(text)
-        if race := re.match(r"race: (.*?\)) \w+ .*? of rank \d+, (.*?\)) ", error):
+        if race := re.match(r"race: (.*?\)) \w+ .*? of rank \d+; (.*?\)) ", error):
             # Either of the two comes first, if the other one waits as long as it can.
             orders = []
             for late in race.groups():

@@ -47,7 +47,8 @@ class TransferRow(NamedTuple):
 class Operation:
     """An operation of a thread block: what it moves, and the chunks that it reads and writes.
 
-    ``sends_result``: what it sends is what it has written, rather than what it has read.
+    ``sends_result``: what it sends is what it has written, rather than what it has read. ``is_boundary``: it stands for
+    the start or the end of a rank, outside of which others may use the memory.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Operation:
     reads: list[Place] = field(default_factory=list)
     writes: list[Place] = field(default_factory=list)
     sends_result: bool = False
+    is_boundary: bool = False
 
 
 class OperationGraph:
@@ -139,9 +141,14 @@ class OperationGraph:
             return
         first, second = self.operations[earlier], self.operations[later]
         verbs = ["write" if place in each.writes else "read" for each in (first, second)]
+        for number, (one, boundary) in enumerate(((first, second), (second, first))):
+            if boundary.is_boundary:
+                when = f"{'before' if 'start' in boundary.name else 'after'} {boundary.name}"
+                what = f"{one.name} {verbs[number]}s {self._name(*place)}"
+                raise ScheduleError(f"race: {what}, and may do so {when}: {self.remedy}")
         raise ScheduleError(
-            f"race: {first.name} {verbs[0]}s {self._name(*place)}, {second.name} {verbs[1]}s it, "
-            f"and either may come first: {self.remedy}"
+            f"race: {first.name} {verbs[0]}s {self._name(*place)}; {second.name} {verbs[1]}s it; "
+            f"either may come first: {self.remedy}"
         )
 
     def prove(self, name: str) -> ScheduleData:

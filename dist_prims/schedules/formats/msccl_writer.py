@@ -75,7 +75,7 @@ class _Writer:
         arrivals: dict[int, list[Transfer]] = defaultdict(list)
         for row in rows:
             arrivals[row[1]].append(row)
-        merged = {dst: _merged(into) for dst, into in arrivals.items()}
+        merged = {dst: merged_transfers(into) for dst, into in arrivals.items()}
         for transfers in merged.values():
             for (src, dst, chunk, into, _), count in transfers:
                 if src != dst:
@@ -135,7 +135,7 @@ class _Writer:
         element.set("hasdep", str(int(operation.has_dependents)))
 
 
-def _merged(rows: Sequence[Transfer]) -> list[tuple[Transfer, int]]:
+def merged_transfers(rows: Sequence[Transfer]) -> list[tuple[Transfer, int]]:
     """The transfers to one rank, with neighbours that continue each other as one, and the chunks of each."""
     merged: list[tuple[Transfer, int]] = []
     for row in rows:

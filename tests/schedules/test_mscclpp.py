@@ -1,0 +1,587 @@
+"""MSCCL++ execution plans: what is proved runs in every order, and what is refused fails in some order.
+
+``PlanMachine`` is the independent check. It reads the JSON by itself and executes it in a random order: the threads of
+a block between two ``nop`` ahead of each other, relaxed signals before what precedes them, puts over a port late.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from buffer_memory import BufferMemory, MemoryPlace, Value, WrongError, added, last, verdict
+
+from dist_prims.cli import main
+from dist_prims.schedules import Schedule, algorithms, build
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+Plan = dict[str, Any]
+Where = tuple[int, MemoryPlace]
+PACKETS = {"ppkt", "rppkt", "respkt", "cpkt", "upkt", "repkt", "recpkt", "recspkt"}
+
+
+@dataclass
+class Task:
+    """What one thread, or all threads of a block together, do at some time after other tasks."""
+
+    name: str
+    after: list[Task]
+    act: Callable[[], None] = lambda: None
+    is_ready: Callable[[], bool] = lambda: True
+    done: bool = field(default=False)
+
+
+class PlanMachine(BufferMemory):
+    """The ranks of a plan. ``strict``: a thread block does one operation after the other."""
+
+    def __init__(self, plan: Plan, strict: bool) -> None:
+        self.gpus = sorted(plan["gpus"], key=lambda gpu: gpu["id"])
+        chunks = self.gpus[0]["output_chunks" if plan["collective"] == "allgather" else "input_chunks"]
+        scratch = [gpu["scratch_chunks"] for gpu in self.gpus]
+        super().__init__(plan["collective"], chunks, plan["inplace"], scratch)
+        self.strict, self.failed = strict, False
+        self.memory: list[dict[MemoryPlace, Value]] = [{} for _ in self.gpus]
+        self.packets: dict[Where, Value] = {}
+        self.scratch_users: dict[bool, set[int]] = {True: set(), False: set()}  # ranks, by whether with packets
+        self.fired: Counter[Any] = Counter()
+        self.waited: Counter[Any] = Counter()
+        self.arrived: Counter[Any] = Counter()
+        self.ended: set[int] = set()
+        self.tasks: list[Task] = []
+        self.starts = [self.task(f"the start of rank {rank}", [], self.starter(rank)) for rank in range(self.size)]
+        self.proxies: dict[Any, Task] = {}
+        self.signalled: dict[Any, Task] = {}
+        for rank, gpu in enumerate(self.gpus):
+            own = [task for number in range(len(gpu["threadblocks"])) for task in self.read_block(rank, number)]
+            self.task(f"the end of rank {rank}", own, self.ender(rank))
+        if self.scratch_users[True] & self.scratch_users[False]:
+            raise WrongError("packets and others in one buffer")
+
+    def task(self, name: str, after: list[Task], *given: Any) -> Task:
+        self.tasks.append(Task(name, after, *given))
+        return self.tasks[-1]
+
+    def starter(self, rank: int) -> Callable[[], None]:
+        def act() -> None:
+            self.memory[rank] = self.start(rank)
+
+        return act
+
+    def ender(self, rank: int) -> Callable[[], None]:
+        def act() -> None:
+            self.failed |= not self.memory[rank].items() >= self.result(rank).items()
+            self.ended.add(rank)
+
+        return act
+
+    def read_block(self, rank: int, number: int) -> list[Task]:
+        """The tasks of a thread block; those of its proxies are not among them."""
+        sync, since, own, rounds = self.starts[rank], list[Task](), list[Task](), Counter[int]()
+        lanes: dict[int, Task] = {}
+        for at, op in enumerate(self.gpus[rank]["threadblocks"][number]["ops"]):
+            name = f"rank {rank}, thread block {number}, operation {at} ({op['name']})"
+            first = len(self.tasks)
+            before = [sync, *(since if self.strict else [])]
+            if op["name"] == "nop":
+                sync, since, lanes = self.task(name, [sync, *since]), [], {}
+            elif op["name"] == "barrier":
+                key, blocks = (rank, op["barrier_id"]), op["num_threadblocks"]
+                rounds[op["barrier_id"]] += 1
+                arrive = self.task(name, [sync, *since], lambda key=key: self.arrived.update([key]))
+                target = rounds[op["barrier_id"]] * blocks
+                sync = self.task(name, [arrive], lambda: None, lambda key=key, n=target: self.arrived[key] == n)
+                since, lanes = [], {}
+            elif "channel_ids" in op or "semaphore_ids" in op:
+                since += self.read_control(rank, number, op, name, before, lanes)
+            else:
+                since += self.read_move(rank, number, op, name, before)
+            own += self.tasks[first:]
+        proxied = set(map(id, self.proxy_tasks))
+        return [task for task in own if id(task) not in proxied]
+
+    @property
+    def proxy_tasks(self) -> Iterator[Task]:
+        return (task for task in self.tasks if task.name.startswith("proxy "))
+
+    def channel(self, rank: int, number: int, op: Plan, index: int) -> tuple[Any, ...]:
+        ids = self.listed(self.gpus[rank]["threadblocks"][number]["channels"], "channel_type", op, "channel_ids")
+        peers = self.listed(self.gpus[rank]["channels"], "channel_type", op, "connected_to")
+        if not 0 <= index < len(ids) or not 0 <= ids[index] < len(peers):
+            raise WrongError("no channel")
+        peer = peers[ids[index]]
+        return op["channel_type"], rank, peer, peers[: ids[index]].count(peer)
+
+    def listed(self, entries: list[Plan], key: str, op: Plan, values: str) -> list[int]:
+        return [value for entry in entries if entry[key] == op["channel_type"] for value in entry[values]]
+
+    def read_control(
+        self, rank: int, number: int, op: Plan, name: str, before: list[Task], lanes: dict[int, Task]
+    ) -> list[Task]:
+        tasks: list[Task] = []
+        kind = op["name"]
+        for lane, index in enumerate(op["semaphore_ids"] if "semaphore_ids" in op else op["channel_ids"]):
+            after = [*before, *tasks[-1:]] if self.strict else [*before, *([lanes[lane]] if lane in lanes else [])]
+            key = ("semaphore", rank, index) if "semaphore_ids" in op else self.channel(rank, number, op, index)
+            if key[0] == "semaphore" and index >= len(self.gpus[rank]["semaphores"]):
+                raise WrongError("no semaphore")
+            if kind in ("wait", "rlxwait", "sem_acquire"):
+                tasks.append(self.task(name, after, lambda: None, self.waiter(kind, key)))
+            elif key[0] == "port" or kind == "flush":
+                tasks += self.by_proxy(rank, number, op, name, lane, key, after)
+            else:
+                if kind == "rlxsignal" and not self.strict:
+                    after = [self.starts[rank]]
+                after = [*after, *([self.signalled[key]] if key in self.signalled else [])]
+                signal = self.task(name, after, lambda key=key: self.fired.update([key]))
+                self.signalled[key] = signal
+                tasks.append(signal)
+            lanes[lane] = tasks[-1]
+        return tasks
+
+    def waiter(self, kind: str, key: tuple[Any, ...]) -> Callable[[], bool]:
+        if key[0] == "semaphore":
+            signals, free = key, self.gpus[key[1]]["semaphores"][key[2]]["init_value"]
+        else:
+            signals, free = (key[0], key[2], key[1], key[3]), 0
+        count = self.waited[signals]
+        self.waited[signals] += 1
+        partner = self.starts[key[2]] if kind == "rlxwait" and key[0] == "memory" else None
+        if partner and not self.strict:
+            return lambda: partner.done  # what follows may have been read before the signal
+        return lambda: self.fired[signals] + free > count
+
+    def by_proxy(
+        self, rank: int, number: int, op: Plan, name: str, lane: int, key: tuple[Any, ...], after: list[Task]
+    ) -> list[Task]:
+        """The task that gives work to the proxy, and for ``flush`` the one that waits for it."""
+        kind = op["name"]
+        tasks = [self.task(name, [*after, *([self.proxies[key]] if kind == "flush" and key in self.proxies else [])])]
+        acts: list[Callable[[], None]] = []
+        if kind in ("put", "pws", "pwsf"):
+            sources, targets = self.buffers(rank, number, op, "src_buff"), self.buffers(rank, number, op, "dst_buff")
+            if not len(sources) == len(targets) == len(op["channel_ids"]):
+                raise WrongError("channels")
+            if targets[lane][0][0] != key[2]:
+                raise WrongError("another rank")
+            acts.append(self.mover([(sources[lane], targets[lane])], [(False, False)]))
+        if kind in ("signal", "rlxsignal", "pws", "pwsf"):
+            acts.append(lambda: self.fired.update([key]))
+        for act in acts:
+            earlier = [self.proxies[key]] if key in self.proxies else []
+            self.proxies[key] = self.task(f"proxy {lane} of {name}", [*tasks[:1], *earlier], act)
+        if kind == "pwsf":
+            tasks.append(self.task(name, [*tasks, self.proxies[key]]))
+        return tasks
+
+    def buffers(self, rank: int, number: int, op: Plan, name: str) -> list[list[Where]]:
+        found = []
+        for buffer in op[name]:
+            owner, kind = rank, buffer.get("type")
+            if kind is None:
+                refs = self.gpus[rank]["threadblocks"][number]["remote_buffer_refs"]
+                ids = self.listed(refs, "access_channel_type", op, "remote_buffer_ids")
+                if not 0 <= buffer["buffer_id"] < len(ids):
+                    raise WrongError("no remote buffer")
+                remote = self.gpus[rank]["remote_buffers"][ids[buffer["buffer_id"]]]
+                owner, kind = remote["rank"], remote["type"]
+            places = range(buffer["index"], buffer["index"] + buffer["size"])
+            found.append([(owner, self.place(owner, kind, at)) for at in places])
+        if len({len(each) for each in found}) != 1 or not found[0]:
+            raise WrongError("sizes")
+        return found
+
+    def read_move(self, rank: int, number: int, op: Plan, name: str, before: list[Task]) -> list[Task]:
+        kind = op["name"]
+        sources, targets = self.buffers(rank, number, op, "src_buff"), self.buffers(rank, number, op, "dst_buff")
+        if kind == "rppkt":
+            sources = sources[:1] * len(targets)
+        sums = kind in ("re", "res", "rre", "rres", "repkt", "respkt", "recpkt", "recspkt")
+        if sums and "reduce_op" not in op:
+            raise WrongError("reduce_op")
+        if len(sources[0]) != len(targets[0]) or (not sums and len(sources) != len(targets)):
+            raise WrongError("sizes")
+        reads, writes = kind in ("upkt", "rppkt"), kind in ("cpkt", "ppkt", "rppkt")
+        from_packets = [reads or (sums and kind in PACKETS and at > 0) for at in range(len(sources))]
+        to_packets = [writes or (sums and kind in PACKETS and at > 0) for at in range(len(targets))]
+        for buffers, packed in ((sources, from_packets), (targets, to_packets)):
+            for places, is_packed in zip(buffers, packed, strict=True):
+                self.scratch_users[is_packed].update(owner for owner, place in places if place[0] == "s")
+                if is_packed and any(place[0] != "s" for _, place in places):
+                    raise WrongError("packets outside of scratch")
+        self.check_overlap(sources, targets, sums)
+        tasks: list[Task] = []
+        for part in [[at] for at in range(len(sources[0]))] if kind in PACKETS else [range(len(sources[0]))]:
+            src, dst = ([[places[at] for at in part] for places in each] for each in (sources, targets))
+            needed = [each for places, packed in zip(src, from_packets, strict=True) if packed for each in places]
+            ready = lambda needed=needed: all(each in self.packets for each in needed)  # noqa: E731
+            if sums:
+                acts = [self.adder(src, dst[0], from_packets)]
+                forwards = zip(dst[1:], to_packets[1:], strict=True)
+                acts += [self.mover([(dst[0], each)], [(False, into)]) for each, into in forwards]
+            else:
+                flags = list(zip(from_packets, to_packets, strict=True))
+                acts = [self.mover(list(zip(src, dst, strict=True)), flags)]
+            for at, act in enumerate(acts):
+                tasks.append(self.task(name, tasks[-at:] if at else before, act, ready))
+        return tasks
+
+    def check_overlap(self, sources: list[list[Where]], targets: list[list[Where]], sums: bool) -> None:
+        written = [place for places in targets for place in places]
+        at = {place: number for places in targets for number, place in enumerate(places)}
+        moved = [
+            (one, two) for src, dst in zip(sources, targets, strict=False) for one, two in zip(src, dst, strict=True)
+        ]
+        moved = [(one, two) for one, two in moved if one != two]
+        shifted = any(at.get(place, number) != number for places in sources for number, place in enumerate(places))
+        if len(set(written)) < len(written) or shifted or (not sums and {a for a, _ in moved} & {b for _, b in moved}):
+            raise WrongError("overlap")
+
+    def get(self, where: Where, packet: bool) -> Value:
+        rank, place = where
+        if packet:
+            return self.packets[where]
+        if rank in self.ended or place not in self.memory[rank]:
+            self.failed = True
+        return self.memory[rank].get(place, (-1, ()))
+
+    def put(self, where: Where, value: Value, packet: bool) -> None:
+        rank, place = where
+        self.failed |= where in self.packets if packet else rank in self.ended
+        if packet:
+            self.packets[where] = value
+        else:
+            self.memory[rank][place] = value
+
+    def mover(self, pairs: list[tuple[list[Where], list[Where]]], flags: list[tuple[bool, bool]]) -> Callable[[], None]:
+        def act() -> None:
+            values = [[self.get(each, one) for each in src] for (src, _), (one, _) in zip(pairs, flags, strict=True)]
+            for (_, dst), moved, (_, two) in zip(pairs, values, flags, strict=True):
+                for each, value in zip(dst, moved, strict=True):
+                    self.put(each, value, two)
+
+        return act
+
+    def adder(self, sources: list[list[Where]], into: list[Where], flags: list[bool]) -> Callable[[], None]:
+        def act() -> None:
+            for at, place in enumerate(into):
+                total, *values = (self.get(src[at], flag) for src, flag in zip(sources, flags, strict=True))
+                for value in values:
+                    try:
+                        total = added(total, value)
+                    except WrongError:
+                        self.failed = True
+                self.put(place, total, False)
+
+        return act
+
+    def run(self, choose: Callable[[list[str]], str]) -> tuple[bool, list[str]]:
+        """Whether all ranks end with the right result, and the tasks in the order in which they ran."""
+        done: list[str] = []
+        left = list(self.tasks)
+        while ready := {t.name: t for t in reversed(left) if t.is_ready() and all(each.done for each in t.after)}:
+            task = ready[choose(list(ready))]
+            task.act()
+            task.done = True
+            left.remove(task)
+            done.append(task.name)
+        if left:
+            return False, [*done, "stuck"]
+        counts = {key: count for key, count in self.fired.items() if key[0] != "semaphore"}
+        return not self.failed and counts == {k: n for k, n in self.waited.items() if k[0] != "semaphore"}, done
+
+
+def may_come_late(plan: Plan, late: str, other: str) -> bool:
+    """Whether an operation, or the part of it that a proxy does, can run after another one."""
+    names = {task.name for task in PlanMachine(plan, strict=False).tasks}
+    late_names, others = ([each for each in sorted(names) if each.endswith(name)] for name in (late, other))
+    for name in late_names:
+        done = PlanMachine(plan, strict=False).run(last(name))[1]
+        if min(done.index(each) for each in others) < len(done) - done[::-1].index(name) - 1:
+            return True
+    return False
+
+
+RACES = (
+    r"race: (.*?\)) \w+ .*? of rank \d+; (.*?\)) \w+ it",
+    r"race: (.*?\)) \w+ .* may do so (?:before|after) (the .* of rank \d+)",
+    r"race: (.*?\)) and (.*?\)) use",
+)
+
+
+def plan_agrees(plan: Plan, error: str, chance: random.Random) -> bool:
+    """Whether the machine finds what the verdict says: a right result in every order, or the failure."""
+    if "cannot be proved" in error:
+        return True
+    try:
+        if race := next(filter(None, (re.match(form, error) for form in RACES)), None):
+            # Either of the two comes first, if the other one waits as long as it can.
+            return race[1] != race[2] and all(may_come_late(plan, race[late], race[3 - late]) for late in (1, 2))
+        strict = error.startswith("deadlock")
+        runs = [PlanMachine(plan, strict).run(chance.choice) for _ in range(2 if error else 6)]
+        if not error:
+            runs += [PlanMachine(plan, strict=True).run(chance.choice)]
+    except WrongError:
+        return bool(error)
+    if strict:
+        return all(done[-1:] == ["stuck"] for _, done in runs)
+    return all(is_right == (not error) for is_right, _ in runs)
+
+
+def buffers(*names: str) -> list[Plan]:
+    """``i2`` is a chunk of an own buffer, ``0:2`` chunk 2 of remote buffer 0."""
+    found: list[Plan] = []
+    for name in names:
+        remote, colon, index = name.partition(":")
+        found.append(
+            {"buffer_id": int(remote), "index": int(index)} if colon else {"type": name[0], "index": int(name[1:])}
+        )
+    return [{**each, "size": 1} for each in found]
+
+
+def move(name: str, src: list[str], dst: list[str], **more: Any) -> Plan:
+    return {"name": name, "src_buff": buffers(*src), "dst_buff": buffers(*dst), "channel_type": "memory", **more}
+
+
+def control(name: str, count: int, kind: str = "memory") -> Plan:
+    return {"name": name, "channel_ids": list(range(count)), "channel_type": kind}
+
+
+NOP = {"name": "nop"}
+
+
+def make_plan(
+    collective: str, inplace: bool, blocks: Callable[[int], list[list[Plan]]], size: int, remote: str, **more: Any
+) -> Plan:
+    """A plan whose ranks have a channel to each peer, and access the buffer ``remote`` of each peer."""
+    kind = more.get("kind", "memory")
+    gpus = []
+    for rank in range(size):
+        peers = [peer for peer in range(size) if peer != rank]
+        ids = list(range(size - 1))
+        gpus.append(
+            {
+                "id": rank,
+                "input_chunks": 1 if collective == "allgather" else size,
+                "output_chunks": size,
+                "scratch_chunks": more.get("scratch", 0),
+                "threadblocks": [
+                    {
+                        "id": number,
+                        "ops": ops,
+                        "channels": [{"channel_type": kind, "channel_ids": ids}],
+                        "remote_buffer_refs": [{"access_channel_type": kind, "remote_buffer_ids": ids}],
+                    }
+                    for number, ops in enumerate(blocks(rank))
+                ],
+                "channels": [{"channel_type": kind, "connected_to": peers}],
+                "remote_buffers": [{"rank": peer, "type": remote, "access_channel_types": [kind]} for peer in peers],
+                "semaphores": [{"init_value": 0}],
+            }
+        )
+    return {"name": "plan", "collective": collective, "inplace": inplace, "gpus": gpus}
+
+
+def read_and_reduce(size: int) -> Plan:
+    """Each rank adds up one chunk of all ranks where it lies, and writes the sum to all of them."""
+
+    def blocks(rank: int) -> list[list[Plan]]:
+        remote = [f"{peer}:{rank}" for peer in range(size - 1)]
+        add = move("rres", [f"i{rank}", *remote], [f"i{rank}", *remote], reduce_op="sum")
+        hello = [control("rlxsignal", size - 1), control("rlxwait", size - 1), NOP]
+        return [[*hello, add, NOP, control("signal", size - 1), control("wait", size - 1)]]
+
+    return make_plan("allreduce", True, blocks, size, "i")
+
+
+def packets(size: int) -> Plan:
+    """Two steps of packets: each rank adds up one chunk, and sends the sum."""
+
+    def blocks(rank: int) -> list[list[Plan]]:
+        peers = [peer for peer in range(size) if peer != rank]
+        send = move("ppkt", [f"i{peer}" for peer in peers], [f"{at}:{rank}" for at in range(size - 1)])
+        sums = [f"{at}:{size + rank}" for at in range(size - 1)]
+        add = move("respkt", [f"i{rank}", *(f"s{peer}" for peer in peers)], [f"i{rank}", *sums], reduce_op="sum")
+        return [[send], [add], [move("upkt", [f"s{size + peer}"], [f"i{peer}"]) for peer in peers]]
+
+    return make_plan("allreduce", True, blocks, size, "s", scratch=2 * size)
+
+
+def over_ports(size: int) -> Plan:
+    """Each rank puts its chunk over port channels, whose proxies work later."""
+
+    def blocks(rank: int) -> list[list[Plan]]:
+        hello = [control("signal", size - 1, "port"), control("wait", size - 1, "port"), NOP]
+        put = move("pws", [f"o{rank}"] * (size - 1), [f"{at}:{rank}" for at in range(size - 1)])
+        put |= control("pws", size - 1, "port")
+        return [[*hello, put, control("flush", size - 1, "port"), control("wait", size - 1, "port")]]
+
+    return make_plan("allgather", True, blocks, size, "o", kind="port")
+
+
+def two_blocks(size: int) -> Plan:
+    """One thread block synchronizes with the peers, the other one reads from them."""
+
+    def blocks(rank: int) -> list[list[Plan]]:
+        barrier = {"name": "barrier", "barrier_id": 0, "num_threadblocks": 2}
+        peers = [peer for peer in range(size) if peer != rank]
+        gets = [move("get", [f"{at}:0"], [f"o{peer}"]) for at, peer in enumerate(peers)]
+        release, acquire = ({"name": name, "semaphore_ids": [0]} for name in ("sem_release", "sem_acquire"))
+        first = [control("rlxsignal", size - 1), control("rlxwait", size - 1), barrier, acquire, NOP]
+        second = [barrier, *gets, move("copy", ["i0"], [f"o{rank}"]), NOP, release]
+        return [[*first, control("signal", size - 1), control("wait", size - 1)], second]
+
+    return make_plan("allgather", False, blocks, size, "i")
+
+
+def exported(collective: str, name: str, size: int, folder: Path) -> Plan:
+    plan: Plan = json.loads(build(collective, name, size).save(folder / "one.json", "mscclpp").read_text())
+    return plan
+
+
+BASES: dict[str, Callable[[Path], Plan]] = {
+    "read and reduce": lambda _: read_and_reduce(3),
+    "packets": lambda _: packets(3),
+    "over ports": lambda _: over_ports(3),
+    "two blocks": lambda _: two_blocks(3),
+    "ring": lambda folder: exported("all_reduce", "ring", 3, folder),
+    "direct": lambda folder: exported("reduce_scatter", "direct", 3, folder),
+    "bruck": lambda folder: exported("all_to_all", "bruck", 3, folder),
+    "all_gather": lambda folder: exported("all_gather", "bruck", 4, folder),
+}
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_plan_is_proved_and_runs_in_random_orders(base: str, tmp_path: Path) -> None:
+    plan = BASES[base](tmp_path)
+    assert not verdict(json.dumps(plan), tmp_path / "two.json")
+    assert plan_agrees(plan, "", random.Random(base))
+
+
+def mutant(plan: Plan, chance: random.Random) -> Plan:
+    """The plan with one mistake."""
+    changed = copy.deepcopy(plan)
+    blocks = [block for gpu in changed["gpus"] for block in gpu["threadblocks"] if block["ops"]]
+    ops = chance.choice(blocks)["ops"]
+    at = chance.randrange(len(ops))
+    op, kind = ops[at], chance.randrange(6)
+    named = [buffer for each in ("src_buff", "dst_buff") for buffer in op.get(each, [])]
+    if kind == 0 and named:
+        key = chance.choice(["index", "index", "size", "buffer_id"])
+        buffer = chance.choice(named)
+        buffer[key] = max(0, buffer.get(key, 0) + chance.choice([-1, 1])) if key in buffer else 0
+    elif kind == 1 and named:
+        buffer = chance.choice(named)
+        if "type" in buffer:
+            buffer["type"] = chance.choice("ios")
+    elif kind == 2:
+        moved = ops.pop(at)
+        if chance.random() < 0.5:
+            ops.insert(chance.randrange(len(ops) + 1), moved)
+    elif kind == 3:
+        nops = [number for number, each in enumerate(ops) if each["name"] == "nop"]
+        ops.pop(chance.choice(nops or [at]))
+    elif kind == 4:
+        other = {"signal": "rlxsignal", "rlxsignal": "signal", "wait": "rlxwait", "rlxwait": "wait", "re": "copy"}
+        other |= {"copy": "re", "put": "get", "rres": "rre", "pws": "put", "respkt": "repkt"}
+        op["name"] = other.get(op["name"], op["name"])
+    elif "channel_ids" in op and len(op["channel_ids"]) > 0:
+        ids = op["channel_ids"]
+        ids[chance.randrange(len(ids))] = chance.choice(ids)
+        op["channel_ids"] = ids if chance.random() < 0.5 else ids[1:]
+    return changed
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("base", BASES)
+def test_mutants_are_refused_or_right(base: str, tmp_path: Path) -> None:
+    """125 plans with one mistake for each base: 1,000 together."""
+    plan, chance = BASES[base](tmp_path), random.Random(base)
+    verdicts = []
+    for _ in range(125):
+        changed = mutant(plan, chance)
+        verdicts.append(verdict(json.dumps(changed), tmp_path / "two.json"))
+        assert plan_agrees(changed, verdicts[-1], chance), (verdicts[-1], changed)
+    assert any(verdicts), "no mistake was refused"
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_an_exported_schedule_is_read_again(collective: str, tmp_path: Path) -> None:
+    for name in algorithms(collective):
+        for size in (1, 2, 3, 5, 8):
+            schedule = build(collective, name, size)
+            plan = json.loads(schedule.save(tmp_path / "one.json", "mscclpp").read_text())
+            found = Schedule.load(tmp_path / "one.json")
+            inputs = [np.arange(len(schedule.contract.start(rank).chunk)) + 100 * rank for rank in range(size)]
+            for one, two in zip(found.simulate(inputs), schedule.simulate(inputs), strict=True):
+                np.testing.assert_array_equal(one, two)
+            assert found.contract.same_bits or not schedule.contract.same_bits
+            assert max(len(block["ops"]) for gpu in plan["gpus"] for block in gpu["threadblocks"]) <= 64
+
+
+def wrong(plan: Plan, change: Callable[[Plan], object]) -> Plan:
+    changed = copy.deepcopy(plan)
+    change(changed)
+    return changed
+
+
+def first_op(plan: Plan) -> Plan:
+    op: Plan = plan["gpus"][0]["threadblocks"][0]["ops"][0]
+    return op
+
+
+REFUSED: dict[str, tuple[Callable[[Plan], object], str]] = {
+    "a switch": (lambda plan: first_op(plan).update(channel_type="switch"), "'rlxsignal' with switch channels cannot"),
+    "a loop": (lambda plan: first_op(plan).update(name="pipeline"), "'pipeline' with memory channels cannot"),
+    "a group": (lambda plan: first_op(plan).update(tbg_info={}), "groups of thread blocks cannot be proved"),
+    "no channel": (lambda plan: first_op(plan).update(channel_ids=[7]), "memory channel 7 does not exist; there are 2"),
+    "no number": (lambda plan: first_op(plan).update(channel_ids=["a"]), "channel_ids='a' is not a number"),
+    "a collective": (lambda plan: plan.update(collective="sendrecv"), "the collective 'sendrecv' cannot be proved"),
+    "a missing field": (lambda plan: plan.pop("inplace"), "the field 'inplace' is missing"),
+    "chunks": (lambda plan: plan["gpus"][0].update(output_chunks=2), "are (3, 2), which do not fit all_reduce"),
+    "GPUs": (lambda plan: plan["gpus"].pop(0), "the ids of the GPUs are [1, 2]"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_plan_that_cannot_be_proved_is_refused_by_a_sentence(case: str, tmp_path: Path) -> None:
+    change, message = REFUSED[case]
+    assert message in verdict(json.dumps(wrong(read_and_reduce(3), change)), tmp_path / "one.json")
+
+
+# What users of MSCCL++ get wrong most: the order of signals and waits.
+ORDERS: dict[str, tuple[int, str]] = {
+    "the hello": (1, "reads i[0] of rank 1, and may do so before the start of rank 1"),
+    "a nop": (4, "writes i[0] of rank 1, and may do so after the end of rank 1"),
+    "a signal": (5, "operation 6 (wait) waits for a signal that no operation sends"),
+    "a wait": (6, "the signal of rank 1, thread block 0, operation 5 (signal) has no wait"),
+}
+
+
+@pytest.mark.parametrize("case", ORDERS)
+def test_what_a_plan_lacks_between_two_operations_is_named(case: str, tmp_path: Path) -> None:
+    number, message = ORDERS[case]
+    changed = wrong(read_and_reduce(2), lambda plan: plan["gpus"][0]["threadblocks"][0]["ops"].pop(number))
+    if case == "the hello":
+        changed = wrong(changed, lambda plan: plan["gpus"][1]["threadblocks"][0]["ops"].pop(0))
+    assert message in verdict(json.dumps(changed), tmp_path / "one.json")
+
+
+def test_a_relaxed_signal_does_not_publish_what_was_written_before(tmp_path: Path) -> None:
+    text = json.dumps(two_blocks(2)).replace('"signal"', '"rlxsignal"')
+    assert "may do so after the end of rank" in verdict(text, tmp_path / "one.json")
+
+
+def test_prove_reads_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps(packets(3)))
+    assert main(["prove", str(path)]) == 0
+    assert capsys.readouterr().out == f"✓ {path}: all_reduce plan, 3 ranks, 3 chunks, 4 steps\n"
