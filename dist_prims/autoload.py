@@ -69,12 +69,12 @@ def default_backend(announces: bool = True) -> str:
 
 def _create(options: Any, given: Any) -> Any:
     """Create the backend of a group for torch; see ``backend/create.py``."""
-    from .backend.create import make
+    from .backend.create import make_for_torch
     from .backend.origin import Repairs
     from .repair import reconfigure_handle, reconfigured_backend, shrink_backend  # they must need no descriptor later
 
     stand_in.warn_of_ignite()
-    return make(options, given, Repairs(shrink_backend, reconfigure_handle, reconfigured_backend))
+    return make_for_torch(options, given, Repairs(shrink_backend, reconfigure_handle, reconfigured_backend))
 
 
 def _register_rendezvous_handlers() -> None:

@@ -1,8 +1,8 @@
 """Creation of a group of the backend "dist_prims" on one of its ranks, and what is known about the groups of a process.
 
-``torch.distributed`` calls :func:`make` for a new group; repairs, and C++ for the children of a group, call
+``torch.distributed`` calls :func:`make_for_torch` for a new group; repairs, and C++ for the children of a group, call
 :func:`make_group`. A *group* is here the backend object of a ``ProcessGroup`` of torch. The steps of its creation are
-numbered in :func:`_make`: all ranks do them in the same order, and each step lets all ranks raise if one fails.
+numbered in :func:`_make_group`: all ranks do them in the same order, and each step lets all ranks raise if one fails.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def made_group(name: str) -> MadeGroup:
     """Return the group of this name, which must exist in this process.
 
     There may be several for a moment: a repair tries again under the name of an attempt that has not ended, and torch
-    makes a backend for each kind of device and keeps the first one. Of those that exist, the latest request counts.
+    makes a backend for each kind of device and keeps the first one. Of the existing ones the latest request counts.
     """
-    if group := _latest_group(name):
-        return group
+    if made := _latest_group(name):
+        return made
     raise KeyError(name)
 
 
@@ -75,10 +75,9 @@ def _latest_group(name: str) -> MadeGroup | None:
 
 
 def find_made_group(group: dist.ProcessGroup) -> MadeGroup | None:
-    """Return what is known about a group of torch if its backend is this one, else None.
+    """Return what is known about a group of torch if it has this backend, else None.
 
-    The backend is asked for the name with which it was made: the group that torch's ``shrink_group`` makes is named
-    differently.
+    The name is asked of the backend, because torch's ``shrink_group`` gives the group another name.
     """
     if _CPU.type not in device_types(group):
         return None
@@ -86,7 +85,7 @@ def find_made_group(group: dist.ProcessGroup) -> MadeGroup | None:
     return _latest_group(getattr(options, "group_name", ""))
 
 
-def make(options: Any, given: Any, repairs: Repairs) -> Any:
+def make_for_torch(options: Any, given: Any, repairs: Repairs) -> Any:
     """Create the backend of a group for torch.
 
     Args:
@@ -132,30 +131,29 @@ def make_group(request: GroupRequest, ended: Callable[[], list[int]] | None = No
     """
     monitor = _DeathMonitor(request.rank, ended or _ended_by_default_group(request))
     try:
-        return _make(request, monitor)
+        return _make_group(request, monitor)
     except dist.DistError:  # the store ends with the process of its rank
         monitor.wait_and_raise()
         raise
 
 
-def _make(request: GroupRequest, monitor: _DeathMonitor) -> Any:
+def _make_group(request: GroupRequest, monitor: _DeathMonitor) -> Any:
     # 1. Settings: a wrong one raises before anything is sent.
     begin_trace_of_environment()
     options = keep_options(request.name, request.given)
     slot_bytes = slot_bytes_of(options)
-    ports()
+    ports()  # raises for a wrong DIST_PRIMS_PORTS
     # 2. The handshake: from here on only the ranks of this attempt use the store.
     rank, size, ranks = request.rank, request.size, request.all_ranks
-    meeting = _handshake(request, monitor)
-    store, attempt, secret = meeting.store, meeting.attempt, meeting.secret
+    store, attempt, hosts, secret = _handshake(request, monitor)
     temporary = _TemporaryKeys(store, [HOSTS] if rank == 0 and size > 1 else [])
     if Trait.LISTED in request.traits:
         _compare_ranks(temporary, rank, ranks)
     # 3. What C++ reads of the group.
-    check = functools.partial(require_proof, rank=rank)
+    check = functools.partial(require_proof, rank=rank)  # of the schedules that are not part of the package
     one_shot = options.one_shot_bytes
     setup = GroupSetup(
-        made=MadeGroup(request, meeting.hosts, attempt, secret.key("registers", attempt) if secret else b""),
+        made=MadeGroup(request, hosts, attempt, secret.key("registers", attempt) if secret else b""),
         store=store,
         make=make_group,
         multi_host=None,
@@ -165,12 +163,12 @@ def _make(request: GroupRequest, monitor: _DeathMonitor) -> Any:
         network=0,
         dump=dump_file(request.name, rank),
     )
-    if len(set(meeting.hosts)) > 1:
+    if len(set(hosts)) > 1:
         key = secret.key("connections", attempt).hex() if secret else ""
         _connect_hosts(setup, temporary, options.transport, key, check)
     # 4. The backend. Its ranks attach to the shared memory of their host, connect to other hosts, and agree.
     backend = extension().PrimsBackend(
-        store=store, rank=rank, size=size, timeout=request.timeout, setup=setup, ended=monitor.first
+        store=store, rank=rank, size=size, timeout=request.timeout, setup=setup, ended=monitor.first_dead
     )
     temporary.delete()
     pin_schedules(backend, rank, size, options, setup.multi_host, check)
@@ -192,7 +190,7 @@ def _connect_hosts(setup: GroupSetup, store: Any, transport: str, key: str, chec
     made, request = setup.made, setup.made.request
     rank, hosts = request.rank, made.hosts
     clock.register(setup.store, rank)
-    # 1. Schedules, by the costs of the links. If rank 0 does not know the costs, C++ measures them: network is not 0.
+    # 1. Schedules, by the costs of the links. If rank 0 does not know the costs, C++ measures them later.
     costs = link_costs.of_rank_0(store, rank, hosts, warn=setup.ranks[0] == 0)
     setup.network = 0 if costs else network_number()
     setup.multi_host = MultiHostSchedules(hosts, rank, costs or link_costs.uncalibrated(hosts), check)
@@ -213,10 +211,10 @@ def _connect_hosts(setup: GroupSetup, store: Any, transport: str, key: str, chec
 
 
 class _TemporaryKeys:
-    """A store for values that no rank reads after the first agreement of the group.
+    """The store of a new group, for values that no rank reads after the group's first agreement.
 
-    Each rank deletes the keys that it has set, and ``keys``, which the handshake has set: a process that makes groups
-    over and over would otherwise keep all of them.
+    :meth:`delete` deletes the keys that this rank has set, and ``keys``, which the handshake has set. The process that
+    serves the store would otherwise keep the keys of all groups that are ever made.
     """
 
     def __init__(self, store: Any, keys: list[str]) -> None:
@@ -230,7 +228,7 @@ class _TemporaryKeys:
         return getattr(self._store, name)
 
     def delete(self) -> None:
-        with contextlib.suppress(RuntimeError):  # a store of the user may be unable to; the keys use memory only
+        with contextlib.suppress(RuntimeError):  # a store of the user may be unable to delete: the keys stay
             for key in self._keys:
                 self._store.delete_key(key)
 
@@ -255,13 +253,13 @@ class _DeathMonitor:
     def __init__(self, rank: int, ended: Callable[[], list[int]]) -> None:
         self._rank, self._ended = rank, ended
 
-    def first(self) -> int:
+    def first_dead(self) -> int:
         """Return a rank of the new group whose process has ended; -1 if there is none. C++ calls it too."""
         return next(iter(self._ended()), -1)
 
     def check(self) -> None:
         """Raise PeerDiedError if a process has ended."""
-        if (culprit := self.first()) >= 0:
+        if (culprit := self.first_dead()) >= 0:
             raise PeerDiedError(
                 f"rank {self._rank}: rank {culprit} has died while the group was made; see the last output of that "
                 "rank, and start the group again"
@@ -275,21 +273,22 @@ class _DeathMonitor:
             time.sleep(0.01)
 
 
-class _Meeting(NamedTuple):
+class _Handshake(NamedTuple):
     """What a rank knows after the handshake."""
 
     store: Any  # that only the ranks of this attempt to make the group use
-    attempt: str  # the name of this attempt
+    attempt: str  # the name of this attempt, which is random
     hosts: list[str]  # by rank
-    secret: Secret | None  # of the ranks
+    secret: Secret | None  # of the ranks; None if they have none, or the group has one rank
 
 
-def _handshake(request: GroupRequest, monitor: _DeathMonitor) -> _Meeting:
+def _handshake(request: GroupRequest, monitor: _DeathMonitor) -> _Handshake:
+    """Meet the other ranks in the store of the request (:func:`dist_prims.rendezvous.handshake.handshake`)."""
     rank, size, timeout = request.rank, request.size, request.timeout
     store = dist.PrefixStore(NAME, request.store)
     store.set_timeout(timeout)
     if size == 1:
-        return _Meeting(store, secrets.token_hex(8), [host_id()], None)
+        return _Handshake(store, secrets.token_hex(8), [host_id()], None)
     secret = secret_of_group(request.store, Trait.SEVERAL_LAUNCHERS in request.traits)
     if secret is None and rank == 0:
         announce_missing_secret(request.store)
@@ -298,9 +297,9 @@ def _handshake(request: GroupRequest, monitor: _DeathMonitor) -> _Meeting:
         attempt, hosts = handshake(store, rank, size, deadline, secret, request.common_name, monitor.check)
     except TimeoutError as error:
         raise timeout_while_made(rank, str(error)) from error
-    own = dist.PrefixStore(attempt, store)
-    signed = own if secret is None else extension().SignedStore(own, secret.key("store", attempt))
-    return _Meeting(signed, attempt, hosts, secret)
+    own_store = dist.PrefixStore(attempt, store)
+    signed = own_store if secret is None else extension().SignedStore(own_store, secret.key("store", attempt))
+    return _Handshake(signed, attempt, hosts, secret)
 
 
 def _compare_ranks(store: Any, rank: int, ranks: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""The argument of the C++ backend of a group on this rank: values that C++ reads, and functions that it calls."""
+"""What is known about a group on this rank: for Python (MadeGroup), and for the C++ backend (GroupSetup)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__: list[str] = []
 class MadeGroup:
     """What is known about a group of this process after it has been made."""
 
-    request: GroupRequest
+    request: GroupRequest  # by which it was made
     hosts: list[str]  # by rank
-    attempt: str  # the name of this attempt to make the group
+    attempt: str  # the random name of the attempt that has made it, the same on all ranks
     key: bytes = field(repr=False)  # of the registers by which survivors agree; empty without a secret
     addresses: list[str] = field(default_factory=list)  # by rank, see quorum_ranks.publish(); empty on one host
     registers: Any = None  # the GroupRegisters that this rank serves, if it serves any
-    failed_grows: int = 0
+    failed_grows: int = 0  # calls of grow() that have failed
     undecided_grow: str = ""  # the agreement of a call of grow() whose outcome this rank does not know
 
 
@@ -37,8 +37,8 @@ class MadeGroup:
 class GroupSetup:
     """The argument ``setup`` of PrimsBackend; ``csrc/torch/backend/bindings.cpp`` reads the attributes by their names.
 
-    C++ calls the methods when a group is made from this one, and when the group needs gloo, a schedule, or a
-    description for traces. The backend keeps this object alive, and with it ``made``.
+    C++ calls the methods, with the GIL, when a group is made from this one, and when the group needs gloo, a schedule,
+    or a description for traces. The backend keeps this object alive, and with it ``made``.
     """
 
     made: MadeGroup
@@ -50,9 +50,10 @@ class GroupSetup:
     one_shot_bytes: int  # the largest all_reduce in which each rank adds the data of all
     network: int  # the network namespace of this process, if the link between hosts is to be measured; else 0
     dump: str  # the file for the flight record; empty for none
-    mpi: Any = None  # the transport over MPI, or
-    tcp: Any = None  # the transport over TCP, with
-    ucx: Any = None  # the transport over UCX for the data
+    # Between hosts: either MPI, or TCP, of which UCX may carry the data.
+    mpi: Any = None
+    tcp: Any = None
+    ucx: Any = None
 
     @property
     def name(self) -> str:
@@ -71,6 +72,7 @@ class GroupSetup:
 
     @property
     def choose(self) -> Any:
+        """The function that chooses a schedule, see :meth:`.MultiHostSchedules.choose`; None on one host."""
         return self.multi_host.choose if self.multi_host else None
 
     def make_gloo(self) -> Any:
@@ -117,7 +119,7 @@ class GroupSetup:
     def reconfigure(
         self, backend: Any, uuid: int, own: str, handles: Sequence[str], is_ordered: bool, timeout: timedelta
     ) -> Any:
-        """Make the group of the processes that the handles name, in the place of ``backend``; ``own``: its handle."""
+        """Make the group of other members, see :func:`dist_prims.repair.reconfigure.reconfigured_backend`."""
         return self.made.request.repairs.reconfigure(backend, uuid, own, handles, is_ordered, timeout)
 
     def describe(self, link: tuple[float, float] | None) -> str:

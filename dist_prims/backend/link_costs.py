@@ -51,7 +51,7 @@ def uncalibrated(hosts: Sequence[str], outer: Mapping[str, float] = ASSUMED["out
 
 
 def of_rank_0(store: Any, rank: int, hosts: Sequence[str], warn: bool) -> Costs:
-    """Return on every rank the costs that rank 0 knows; empty if the link is to be measured.
+    """Return on every rank the costs that rank 0 knows; empty if it knows none, and the link is to be measured.
 
     ``hosts``: the host of each rank. ``warn``: print a message about a calibration that is ignored.
     """
@@ -78,5 +78,5 @@ def _first_two(hosts: Sequence[str]) -> frozenset[str]:
     return frozenset(list(dict.fromkeys(hosts))[:2])
 
 
-def _step(steps: Sequence[tuple[float, float]], value: float) -> float:
-    return next(used for largest, used in steps if value <= largest)
+def _step(steps: Sequence[tuple[float, float]], figure: float) -> float:
+    return next(replacement for largest, replacement in steps if figure <= largest)

@@ -140,11 +140,11 @@ def native(family: str) -> NativeLibrary:
 
 
 def _close_before_finalize(MPI: Any, close: Callable[[], None]) -> None:
-    """Make a program's call of ``MPI.Finalize()`` stop the thread of the library first.
+    """Make a program's call of ``MPI.Finalize()`` stop the thread of the library first, by ``close``.
 
-    MPI would notify the library by an attribute of MPI.COMM_SELF, and does so where code other than Python finalises.
-    But MPICH stops locking before the notification: a thread of the library that is within a call at that moment
-    leaves a lock behind. Finalize then fails to destroy the lock, and the process aborts.
+    MPI also notifies the library itself, by an attribute of MPI.COMM_SELF, wherever the call comes from. But MPICH
+    stops locking before the notification: a thread of the library that is within a call of MPI at that moment leaves a
+    lock behind. Finalize then fails to destroy the lock, and the process aborts.
     """
     finalize = MPI.Finalize
 

@@ -44,7 +44,10 @@ _UNEVEN_RANGES = ((0, _LARGE), (_LARGE, _VERY_LARGE), (_VERY_LARGE, 1 << 63))  #
 
 
 class MultiHostSchedules:
-    """The schedules of one group, for one of its ranks. C++ calls ``choose`` when a call first has a size."""
+    """The schedules of one group, for one of its ranks.
+
+    C++ calls ``choose`` in the first call of a collective with a size outside of the ranges that it has asked for.
+    """
 
     def __init__(
         self, names: Sequence[str], rank: int, costs: Mapping[str, Any], check: Callable[[Schedule], None]
@@ -52,7 +55,7 @@ class MultiHostSchedules:
         """Args:
         names: the host of each rank.
         rank: this rank.
-        costs: of messages and bytes, see :func:`use`.
+        costs: of messages and bytes, see ``link_costs.py``.
         check: raises for an incorrect schedule.
         """
         self.order = HostOrder.of(names)
@@ -85,26 +88,26 @@ class MultiHostSchedules:
         else:
             is_slower = False
             low, high = next(sizes for sizes in _UNEVEN_RANGES if nbytes < sizes[1])
-            choice = _straight(collective, self.topology, low)
+            choice = _to_receivers(collective, self.topology, low)
         # 2. Its schedule. An algorithm that a user has registered may be right for root 0, and wrong for this root.
-        schedule = self._compiled(collective, choice, low, high, root)
+        schedule = self._compile(collective, choice, low, high, root)
         if schedule is None:
-            choice = _recommended(collective, low, self.topology, version(), only_built_in=True)[0]
-            schedule = self._compiled(collective, choice, low, high, root)
+            choice, _ = _recommended(collective, low, self.topology, version(), only_built_in=True)
+            schedule = self._compile(collective, choice, low, high, root)
         assert schedule is not None
         return replace(schedule, is_slower_than_piggyback=is_slower)
 
-    def _compiled(self, collective: str, choice: _Choice, low: int, high: int, root: int) -> RankSchedule | None:
+    def _compile(self, collective: str, choice: _Choice, low: int, high: int, root: int) -> RankSchedule | None:
         """Return this rank's part of the schedule for a root; None if a user has registered it and it is wrong."""
         root_parameter = {"root": self.order.rank_at.index(root)} if collective in ROOTED else {}
 
-        def compiled(schedule: Schedule) -> RankSchedule:
+        def compile_for_rank(schedule: Schedule) -> RankSchedule:
             self._check(schedule)
             renumbered = self.order.renumbered(schedule)
             return RankSchedule.of(renumbered, self.rank, _short_name(schedule), choice.segments, low, high)
 
         parameters = {**dict(choice.parameters), **root_parameter}
-        return evaluated(compiled, collective, choice.algorithm, self.topology.size, **parameters)
+        return evaluated(compile_for_rank, collective, choice.algorithm, self.topology.size, **parameters)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -123,11 +126,11 @@ def _recommended(
     if collective in EXCHANGES:  # direct messages, unless another schedule is much faster
         direct = next((candidate for candidate in candidates if candidate.name == "direct"), best)
         if best.seconds >= MUCH_SHORTER * direct.seconds:
-            choice, best = _straight(collective, topology, low), direct
+            choice, best = _to_receivers(collective, topology, low), direct
     return choice, best.seconds > added_seconds(collective, nbytes, topology)
 
 
-def _straight(collective: str, topology: Topology, nbytes: int) -> _Choice:
+def _to_receivers(collective: str, topology: Topology, nbytes: int) -> _Choice:
     """The schedule that sends each block straight to its receiver: all at once, unless that is too much for a link."""
     streams = max(ranks * (topology.size - ranks) for ranks in topology.hosts)  # messages on one link at once
     is_crowded = nbytes >= _LARGE and streams >= _MOST_STREAMS + (nbytes >= _VERY_LARGE)

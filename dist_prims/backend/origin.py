@@ -9,8 +9,8 @@
 | grown        | ``grow`` of the running ranks, and ``join`` of the new ones            |
 | reconfigured | torch's ``reconfigure``: the program has chosen any processes          |
 
-A group has *traits*: what its origin implies (``IMPLIED``), and what it inherits from the groups it is made from, which
-is every trait but LISTED.
+A group has *traits*, on which its creation depends: those that its origin implies (``IMPLIED``), and those that it
+inherits from the groups from which it is made, which is every trait but LISTED.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ IMPLIED = {
 
 @dataclass(frozen=True)
 class Repairs:
-    """The functions of ``dist_prims.repair`` that torch's own functions need, which call the backend of a group."""
+    """Functions of ``dist_prims.repair``, a higher layer, which torch calls by the backend of a group."""
 
-    shrink: Callable[[Any, Sequence[int]], Any]
-    make_handle: Callable[[int], str]
-    reconfigure: Callable[..., Any]
+    shrink: Callable[[Any, Sequence[int]], Any]  # repair.shrink_backend
+    make_handle: Callable[[int], str]  # repair.reconfigure_handle
+    reconfigure: Callable[..., Any]  # repair.reconfigured_backend
 
 
 @dataclass(frozen=True, eq=False)

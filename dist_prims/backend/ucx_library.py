@@ -63,7 +63,7 @@ _SETTINGS = {
 _LONGEST_TURN = 10.0  # seconds that a rank waits while other ranks of its host make their workers
 _ACTIVE = "ACTIVE"  # the state of a port in /sys/class/infiniband
 
-_process: int | None = None  # the id of the process that has made a worker
+_process: int | None = None  # the id of the process that has made a worker: this process, or one that has forked it
 
 
 def unusable_reason() -> str:
@@ -148,7 +148,7 @@ def _free_ports(address: str) -> Iterator[None]:
                 break
             except OSError:
                 time.sleep(0.002)
-        # 2. Are as many ports free as the worker will listen at?
+        # 2. Check that as many ports are free as the worker will listen at.
         with contextlib.ExitStack() as opened:
             for _ in range(max(1, len(_interfaces()))):  # a worker listens at each interface
                 probe = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
