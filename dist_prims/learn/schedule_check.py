@@ -1,4 +1,4 @@
-"""Checks of answers that are schedules: the proof, then limits on steps and bytes."""
+"""Checks of a learner's answer that is a schedule: the proof, then limits on its steps and on the data it sends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .exercise import WrongAnswerError
 
 __all__: list[str] = []
 
-Limit = Callable[[int], int | Fraction]
+Limit = Callable[[int], int | Fraction]  # by the number of ranks
 
 
 def proved_schedule(
@@ -23,12 +23,18 @@ def proved_schedule(
 ) -> Schedule:
     """Ask for the steps of the learner's generator function, and prove them; WrongAnswerError if they are wrong.
 
-    The function has the name of the collective. Every call asks the answer again, and the answer may reply with other
-    steps. Judge the schedule of one call only.
+    Each call asks the answer again, and the answer may reply with other steps: use one schedule for all checks.
+
+    Args:
+        answer: has the generator function, under the name of the collective.
+        collective: its name.
+        size: the number of ranks.
+        chunks, scratch: the numbers of chunks of the data, and of further chunks for intermediate results.
+        root: None for a collective without one.
     """
     steps = answer.steps(collective, size, root)
-    own = contract(collective, size, chunks, root, scratch, same_bits=collective != "barrier")
-    schedule = Schedule(collective, "answer", size, chunks, own, Steps(lambda: iter(steps)), root)
+    goal = contract(collective, size, chunks, root, scratch, same_bits=collective != "barrier")
+    schedule = Schedule(collective, "answer", size, chunks, goal, Steps(lambda: iter(steps)), root)
     try:
         schedule.verify()
     except ScheduleError as error:
@@ -48,9 +54,15 @@ def check_schedules(
     sent: Limit | None = None,
     one_port: bool = False,
 ) -> str:
-    """Prove the schedule for every size (and some roots), and compare steps and bytes with their limits.
+    """Prove the schedule for every size (and some roots), and compare it with limits. Return what is proved.
 
-    ``one_port``: a rank sends at most one message a step, and receives at most one.
+    Args:
+        answer, collective, scratch: see :func:`proved_schedule`.
+        sizes: the numbers of ranks.
+        chunks: the number of chunks, by the number of ranks.
+        steps: the most steps.
+        sent: the most data that a rank sends, in units of the whole data: 1 is the length of the buffer.
+        one_port: whether a rank may send at most one message in a step, and receive at most one.
     """
     last: Schedule | None = None
     for size in sizes:
@@ -74,7 +86,7 @@ def check_schedules(
 
 
 def _messages(step: Step) -> int:
-    """The most messages that a rank sends, or receives, in a step."""
-    pairs = {(src, dst) for src, dst, *_ in step.rows() if src != dst}
-    ends = [Counter(pair[end] for pair in pairs) for end in (0, 1)]
-    return max((count for each in ends for count in each.values()), default=0)
+    """The most messages that a rank sends, or receives, in a step: the chunks for one receiver are one message."""
+    messages = {(sender, receiver) for sender, receiver, *_ in step.rows() if sender != receiver}
+    sent, received = (Counter(message[end] for message in messages) for end in (0, 1))
+    return max((*sent.values(), *received.values()), default=0)

@@ -1,14 +1,15 @@
 """Layout of a sequence over ranks: the tokens of each rank, and which keys of a rank the queries of another rank see.
 
-Under a causal mask token t sees t + 1 tokens, so if the sequence is cut into as many parts as ranks, the last rank has
-nearly all the work. "zigzag" cuts the sequence into 2n chunks for n ranks, and gives rank r an early one, chunk r, and
-a late one, chunk 2n - 1 - r. Then each rank has the same work with the keys of each other rank.
+Under a causal mask the query of token t sees the keys of tokens 0 to t, so if the sequence is cut into as many parts as
+ranks, the last rank has most of the work. "zigzag" cuts the sequence into 2n chunks for n ranks, and gives rank r an
+early one, chunk r, and a late one, chunk 2n - 1 - r. Then each rank has the same work with the keys of each other rank.
+For example, 4 ranks with the keys of rank 1, which are in chunks 1 and 6:
 
-    4 ranks        chunks        sees of rank 1's keys, chunks 1 and 6
-    rank 0         0 and 7       chunk 7 both of them
-    rank 1         1 and 6       the causal half of the square
-    rank 2         2 and 5       both of its chunks chunk 1
-    rank 3         3 and 4       both of its chunks chunk 1
+    rank    its queries are in    they see these keys of rank 1               pairs of chunks
+    0       chunks 0 and 7        0: none;  7: chunks 1 and 6                 2
+    1       chunks 1 and 6        its own: half of the pairs, by the mask     2
+    2       chunks 2 and 5        2: chunk 1;  5: chunk 1                     2
+    3       chunks 3 and 4        3: chunk 1;  4: chunk 1                     2
 
 Chunks do not overlap, so a chunk of queries sees a chunk of keys of another rank whole or not at all, and the chunks
 that it sees are the first ones of that rank. Only a rank's own keys need a mask, the causal mask of the kernel.
@@ -27,16 +28,16 @@ ORDERS = {"contiguous": 1, "zigzag": 2}  # the number of chunks of a rank in eac
 
 
 class Piece(NamedTuple):
-    """One call of a kernel: rows of the batch; queries and keys, as tokens of the rank that has them; the mask."""
+    """One call of a kernel. Tokens have the positions that they have on the rank that holds them."""
 
-    rows: slice
-    queries: slice
-    keys: slice
-    causal: bool
+    rows: slice  # of the batch
+    queries: slice  # tokens of the rank that has the queries
+    keys: slice  # tokens of the rank that has the keys
+    causal: bool  # whether the kernel applies its causal mask
 
 
 def chunks(tokens: int, size: int, order: str, rank: int) -> list[range]:
-    """The tokens of a sequence on ``rank``, in their order there.
+    """The tokens of a sequence that ``rank`` has, in its order, as ranges of positions in the sequence.
 
     >>> chunks(8, 2, "contiguous", 1), chunks(8, 2, "zigzag", 1)
     ([range(4, 8)], [range(2, 4), range(4, 6)])
@@ -62,7 +63,7 @@ class SequenceLayout:
 
 @functools.lru_cache(maxsize=1024)
 def pieces_of(layout: SequenceLayout, queries: int, keys: int, causal: bool) -> list[Piece]:
-    """The calls of a kernel for the queries of one rank and the keys of another.
+    """The calls of a kernel for the queries of rank ``queries`` and the keys of rank ``keys``.
 
     >>> pieces_of(SequenceLayout(2, "zigzag", 8, (8,)), queries=1, keys=0, causal=True)
     [Piece(rows=slice(0, 1, None), queries=slice(0, 4, None), keys=slice(0, 2, None), causal=False)]
@@ -72,33 +73,33 @@ def pieces_of(layout: SequenceLayout, queries: int, keys: int, causal: bool) -> 
     for length, run in itertools.groupby(layout.lengths):
         rows = slice(first, first + len(list(run)))
         first = rows.stop
-        held, seen = layout.chunks_of(queries, length), layout.chunks_of(keys, length)
-        own = queries == keys
-        if own or not causal:  # a rank has its chunks in the order of the sequence, so its own keys need a causal mask
-            squares = [(slice(0, sum(map(len, held))), slice(0, sum(map(len, seen))))]
+        query_chunks, key_chunks = layout.chunks_of(queries, length), layout.chunks_of(keys, length)
+        has_own_keys = queries == keys
+        if has_own_keys or not causal:  # the chunks of a rank are in the order of the sequence: the mask is right
+            pairs = [(slice(0, sum(map(len, query_chunks))), slice(0, sum(map(len, key_chunks))))]
         else:
-            squares = _squares(held, seen)
+            pairs = _visible_keys(query_chunks, key_chunks)
         pieces += [
-            Piece(rows, query_range, key_range, own and causal)
-            for query_range, key_range in squares
+            Piece(rows, query_range, key_range, has_own_keys and causal)
+            for query_range, key_range in pairs
             if query_range.stop and key_range.stop
         ]
     return pieces
 
 
-def _squares(held: list[range], seen: list[range]) -> list[tuple[slice, slice]]:
-    """The ranges of queries in the chunks ``held``, each with the range of keys in the chunks ``seen`` that it sees.
+def _visible_keys(query_chunks: list[range], key_chunks: list[range]) -> list[tuple[slice, slice]]:
+    """The ranges of a rank's queries, each with the range of keys of another rank that it sees under a causal mask.
 
     Neighbouring chunks of queries that see the same keys are one range.
     """
-    squares: list[tuple[slice, slice]] = []
+    pairs: list[tuple[slice, slice]] = []
     start = 0
-    for chunk in held:
+    for chunk in query_chunks:
         stop = start + len(chunk)
-        keys = slice(0, sum(len(other) for other in seen if other.stop <= chunk.start))
-        if squares and squares[-1][1] == keys:
-            squares[-1] = (slice(squares[-1][0].start, stop), keys)
+        keys = slice(0, sum(len(other) for other in key_chunks if other.stop <= chunk.start))
+        if pairs and pairs[-1][1] == keys:
+            pairs[-1] = (slice(pairs[-1][0].start, stop), keys)
         elif chunk:
-            squares.append((slice(start, stop), keys))
+            pairs.append((slice(start, stop), keys))
         start = stop
-    return squares
+    return pairs
