@@ -3,9 +3,10 @@
     python tests/helpers/storm.py --events 100 --seed 1
     ./launch_scripts/netns-hosts.sh 3 1 none --login -- python tests/helpers/storm.py --hosts 3 --kinds join cut
 
-Each process (storm_rank.py) repeats: collectives of numbers that tell which ranks took part, checked against the
-members of the group; from time to time ``grow``; after an error ``shrink``. The parent sends the signals, lets the
-links of hosts fail (storm_hosts.py), starts new processes, and fails if
+Each process (storm_rank.py) repeats a *step*: collectives of numbers that tell which ranks took part, checked against
+the members of the group. From time to time it calls ``grow``, and after an error ``shrink``. It reports each step,
+error and repair to the parent through a pipe. The parent sends signals, lets the links of hosts fail (storm_hosts.py),
+starts new processes, and fails if
 
 - a sum is wrong,
 - two groups that have taken the place of the same group make steps: one group would have become two,
@@ -44,8 +45,8 @@ from storm_rank import MOST, Blame, RankProcess, Times, run_rank
 
 from dist_prims.backend.quorum_ranks import quorum_ranks
 
-LEAST = 2  # processes
-STEP_LIMIT = 60.0  # seconds without progress
+LEAST = 2  # processes that are left
+STEP_LIMIT = 60.0  # seconds without a step of any process
 MARGIN = 5.0  # seconds that a call may take in addition to its timeout
 DUE_TIME = 3.0  # seconds for which an event is tried while processes join
 
@@ -69,34 +70,34 @@ class Outcome:
     done: dict[str, int]  # the number of events of each kind
     steps: int = 0
     repairs: int = 0
-    left_out: int = 0
+    left_out: int = 0  # processes without which the others have gone on
 
     def events(self) -> int:
         return sum(self.done.values())
 
 
 class Storm:
-    """The parent: it starts the processes, and disturbs them."""
+    """The parent: it starts the processes, disturbs them, and checks their reports. A process has a number."""
 
     def __init__(self, seed: int, hosts: NamedHosts, kinds: Iterable[str], folder: Path) -> None:
         self.seed, self.random, self.hosts, self.folder = seed, random.Random(seed), hosts, folder
         self.times = ON_NAMESPACES if hosts.have_links else ON_NAMED_HOSTS if hosts.count > 1 else ON_ONE_HOST
         self.kinds = {kind: (PROCESS_KINDS | LINK_KINDS)[kind] for kind in kinds}
         self.context = multiprocessing.get_context("fork")
-        self.started = 0
-        self.processes: dict[int, tuple[Any, Connection]] = {}
-        self.host_of: dict[int, int] = {}
+        self.started = 0  # processes
+        self.processes: dict[int, tuple[Any, Connection]] = {}  # those that have not ended, and where they report
+        self.host_of: dict[int, int] = {}  # of all processes
         self.number_at: dict[str, int] = {}  # by the address that a process has in its groups
-        self.in_group: dict[int, float] = {}  # the time of the last report, of those that have reported
+        self.in_group: dict[int, float] = {}  # processes that have reported, and the time of their last step
         self.killed: set[int] = set()
-        self.faults: list[Fault] = []
+        self.faults: list[Fault] = []  # of now
         self.past_faults: list[Fault] = []
         self.blamed_hosts: dict[int, float] = {}  # the ends of links that errors have blamed, and when
-        self.successors: dict[str, tuple[str, list[int]]] = {}  # the group that has taken the place of each one
-        self.members: list[int] = []  # of the last group
-        self.most = MOST
+        self.successors: dict[str, tuple[str, list[int]]] = {}  # attempt and members of the group after each attempt
+        self.members: list[int] = []  # processes of the last group, by rank
+        self.most = MOST  # processes now
         self.due, self.due_until = "", 0.0  # the kind of the next event, and until when it is tried
-        self.began = self.progress = time.monotonic()
+        self.began = self.progress = time.monotonic()  # progress: the time of the last step
         self.outcome = Outcome(dict.fromkeys(self.kinds, 0))
         self.log: list[str] = []
 
@@ -104,24 +105,25 @@ class Storm:
         self.log.append(f"{time.monotonic() - self.began:8.2f} s, event {self.outcome.events()}: {text}")
 
     def start(self, first: tuple[int, int, str] | None = None) -> None:
+        """Start a process on the host with the fewest. ``first``: see RankProcess."""
         number, self.started = self.started, self.started + 1
-        on_host = collections.Counter(self.host_of[each] for each in self.processes)
+        count_on = collections.Counter(self.host_of[running] for running in self.processes)
         failing = {host for fault in self.faults for host in fault.hosts}
         reached = [host for host in range(self.hosts.count) if host not in failing]
-        host = min(reached, key=lambda host: (on_host[host], self.random.random()))
-        ours, theirs = self.context.Pipe(duplex=False)
-        own = RankProcess(number, f"file://{self.folder}/place", self.hosts, host, self.times, first)
-        process = self.context.Process(target=run_rank, args=(own, theirs), daemon=True)
+        host = min(reached, key=lambda host: (count_on[host], self.random.random()))
+        reports, to_parent = self.context.Pipe(duplex=False)
+        rank_process = RankProcess(number, f"file://{self.folder}/place", self.hosts, host, self.times, first)
+        process = self.context.Process(target=run_rank, args=(rank_process, to_parent), daemon=True)
         process.start()
-        theirs.close()
-        self.processes[number] = process, ours
+        to_parent.close()
+        self.processes[number] = process, reports
         self.host_of[number] = host
         self.note(f"process {number} starts on host {host}")
         self.outcome.done["join"] += first is None
 
-    def run(self, events: int, size: int = 4) -> Outcome:
-        for rank in range(size):
-            self.start((rank, size, f"{self.folder}/store"))
+    def run(self, events: int) -> Outcome:
+        for rank in range(4):
+            self.start((rank, 4, f"{self.folder}/store"))
         self.progress = time.monotonic()
         try:
             while kinds := self.kinds_to_try(events):
@@ -155,8 +157,8 @@ class Storm:
         if self.outcome.events() < events:
             return self.kinds
         rare = {kind for kind in self.kinds if self.outcome.done[kind] < max(1, events // 20)}
-        # They may need ranks on a host that has none: then others are killed and join. Otherwise none joins, since that
-        # would hold up faults of hosts.
+        # They may need ranks on a host that has none: then others are killed and join. Otherwise no process joins,
+        # since that would delay faults of hosts.
         if rare and len({self.host_of[number] for number in self.processes}) < self.hosts.count:
             rare |= {"kill", "join"} & self.kinds.keys()
         return {kind: weight for kind, weight in self.kinds.items() if kind in rare}
@@ -170,7 +172,7 @@ class Storm:
             self.start()
 
     def is_recovering(self) -> bool:
-        """Whether fewer ranks make steps than there must be: another loss could end the job."""
+        """Whether so few ranks make steps that another loss could end the job."""
         now = time.monotonic()
         alive = [number for number, when in self.in_group.items() if when > now - 0.5 and not self.is_away(number)]
         return len(alive) < LEAST + 1 + (self.hosts.count > 1)
@@ -224,19 +226,18 @@ class Storm:
         self.note(f"{kind} process {number}")
         if kind == "kill":
             self.kill({number})
-        elif kind == "stop":
+            return True
+        end: Callable[[], object]
+        if kind == "stop":
             os.kill(process.pid, signal.SIGSTOP)
-            seconds = self.random.uniform(0.1, self.times.stop)
-            self.add_fault(kind, seconds, lambda: os.kill(process.pid, signal.SIGCONT), processes={number})
+            longest, end = self.times.stop, lambda: os.kill(process.pid, signal.SIGCONT)
         else:
             limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
             free = {*range(1000)} - {*map(int, os.listdir(f"/proc/{process.pid}/fd"))}
-            few = sorted(free)[self.random.randint(0, 3)]  # a descriptor is below the limit
+            few = sorted(free)[self.random.randint(0, 3)]  # a new descriptor must be below the limit
             resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (few, limits[1]))
-            seconds = self.random.uniform(0.1, self.times.cut)
-            self.add_fault(
-                kind, seconds, lambda: resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits), processes={number}
-            )
+            longest, end = self.times.cut, lambda: resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
+        self.add_fault(kind, self.random.uniform(0.1, longest), end, processes=frozenset({number}))
         return True
 
     def harm_hosts(self, kind: str) -> bool:
@@ -247,15 +248,15 @@ class Storm:
         if len(hosts) < count or self.joining() or any(fault.hosts for fault in self.faults):
             return False
         ends = self.random.sample(hosts, count)
-        of_hosts = [{each for each in self.members if self.host_of[each] == host} for host in ends]
-        if not all(map(self.may_lose, of_hosts)):
+        on_hosts = [{member for member in self.members if self.host_of[member] == host} for host in ends]
+        if not all(map(self.may_lose, on_hosts)):
             return False
         mend, text = self.hosts.fail(kind, ends, self.random)
         # Every second fault is so long that the others go on without the host.
         shortest, longest = ((0.1, 0.6), (0.8, 1.0))[self.outcome.done[kind] % 2]
         seconds = self.times.cut * self.random.uniform(shortest, longest)
         self.note(f"{kind} hosts {ends} for {seconds:.1f} s: {text}")
-        self.add_fault(kind, seconds, mend, hosts={*ends})
+        self.add_fault(kind, seconds, mend, hosts=frozenset(ends))
         if kind == "vanish":
             self.kill({number for number in self.processes if self.host_of[number] in ends})
         return True
@@ -266,16 +267,10 @@ class Storm:
             self.in_group.pop(number, None)
         self.killed |= numbers
 
-    def add_fault(
-        self,
-        kind: str,
-        seconds: float,
-        end: Callable[[], object],
-        processes: Iterable[int] = (),
-        hosts: Iterable[int] = (),
-    ) -> None:
+    def add_fault(self, kind: str, seconds: float, end: Callable[[], object], **where: frozenset[int]) -> None:
+        """Note a fault of ``processes`` or ``hosts``, which ``end()`` ends after a time."""
         now = time.monotonic()
-        self.faults.append(Fault(kind, now, now + seconds, end, frozenset(processes), frozenset(hosts)))
+        self.faults.append(Fault(kind, now, now + seconds, end, **where))
 
     def end_faults(self) -> None:
         """Continue processes and mend links whose time has come."""
@@ -290,15 +285,12 @@ class Storm:
     def recent_faults(self) -> list[Fault]:
         """What may still show in an error: TCP repeats packets at growing intervals."""
         now, late = time.monotonic(), self.times.collective + MARGIN
-        return [each for each in self.faults + self.past_faults if now < 2 * each.until - each.began + late]
+        return [fault for fault in self.faults + self.past_faults if now < 2 * fault.until - fault.began + late]
 
     def shown_faults(self, number: int, kinds: Iterable[str] = LINK_KINDS.keys() | PROCESS_KINDS) -> list[Fault]:
         """What has happened to a process or its host, and may still show."""
-        return [
-            fault
-            for fault in self.recent_faults()
-            if fault.kind in kinds and (number in fault.processes or self.host_of[number] in fault.hosts)
-        ]
+        of_kinds = [fault for fault in self.recent_faults() if fault.kind in kinds]
+        return [fault for fault in of_kinds if number in fault.processes or self.host_of[number] in fault.hosts]
 
     def read_reports(self, seconds: float) -> int:
         """Read what the processes report for a while; return the number of steps."""
@@ -311,6 +303,11 @@ class Storm:
         return steps
 
     def read(self, number: int, reports: Any) -> int:
+        """Read and check one report of a process; return 1 if it is a step, else 0.
+
+        A report is a kind, what belongs to it, and the seconds in each kind of call; the last one ends with an error.
+        """
+        # 1. The process has ended, has failed, or is left out.
         try:
             kind, *rest, waited = reports.recv()
         except (EOFError, OSError):
@@ -324,18 +321,19 @@ class Storm:
         if kind == "left out":
             self.outcome.left_out += 1
             self.note(f"process {number} is left out: {waited}")
-            # Of the two ends of a link that an error has blamed either may be left out.
+            # Of the two hosts at the ends of a link that an error has blamed, either may be left out.
             is_blamed = self.blamed_hosts.get(self.host_of[number], 0.0) > time.monotonic() - self.times.shrink - MARGIN
             is_harmed = number in self.killed or is_blamed or self.shown_faults(number)
             assert is_harmed, f"a healthy process, {number}, is left out"
             return 0
+        # 2. It reports the address in its new group, an error, a repair or a step.
         self.check_times(number, waited)
         if kind == "group":
             self.number_at[rest[0]] = number
         elif kind == "error":
             self.check_blame(number, rest[0])
-        if number not in self.killed:  # what it has reported before
-            # Between hosts a further loss during a repair may be one of a majority.
+        if number not in self.killed:  # a report from before the kill does not count
+            # Between hosts only a step counts: a further loss during a repair may be one of a majority.
             self.in_group.setdefault(number, 0.0)
             if kind == "step" or self.hosts.count == 1:
                 self.in_group[number] = time.monotonic()
@@ -365,12 +363,9 @@ class Storm:
             assert other == number or is_gone or faults, f"a healthy process, {other}, is blamed by {number}"
         for ends in re.findall(r"on host host(\d+) cannot be reached from rank \d+ on host host(\d+)", blame.text):
             hosts = {*map(int, ends)}
-            faults = [
-                fault
-                for fault in self.recent_faults()
-                if fault.hosts & hosts and (fault.kind != "block" or fault.hosts == hosts)
-            ]
-            assert faults, f"a link that delivers, between the hosts {hosts}, is blamed by process {number}"
+            faults = [fault for fault in self.recent_faults() if fault.hosts & hosts]
+            is_faulty = any(fault.kind != "block" or fault.hosts == hosts for fault in faults)
+            assert is_faulty, f"a link that delivers, between the hosts {hosts}, is blamed by process {number}"
             self.blamed_hosts.update(dict.fromkeys(hosts, time.monotonic()))
 
     def note_group(self, name: str, attempt: str, members: list[int]) -> None:
@@ -382,15 +377,10 @@ class Storm:
             self.members = members
 
     def state(self) -> str:
-        return json.dumps(
-            {
-                "processes": {number: process.pid for number, (process, _) in self.processes.items()},
-                "hosts": {number: self.host_of[number] for number in self.processes},
-                "in the group": [*self.in_group],
-                "last group": self.members,
-                "faults": [(fault.kind, *fault.processes, *fault.hosts) for fault in self.faults],
-            }
-        )
+        """The state, for the error."""
+        processes = {number: (process.pid, self.host_of[number]) for number, (process, _) in self.processes.items()}
+        faults = [(fault.kind, *fault.processes, *fault.hosts) for fault in self.faults]
+        return f"pids and hosts {processes}, in a group {[*self.in_group]}, members {self.members}, faults {faults}"
 
 
 def storm(events: int, seed: int, hosts: int = 1, kinds: Iterable[str] = PROCESS_KINDS) -> Outcome:
