@@ -33,13 +33,18 @@ def select(store: Any, rank: int, ranks: Sequence[int], requested: str) -> str:
             cannot use it, all ranks raise RuntimeError. Without a request, TCP replaces a transport that a rank cannot
             use, with a warning on rank 0.
     """
-    # 1. Rank 0 proposes. 2. Every rank publishes why it cannot use the proposal. 3. Rank 0 decides.
+    # 1. Rank 0 proposes.
     size = len(ranks)
     proposed = from_rank_0(store, rank, size, "transport proposed", lambda: _propose(ranks, requested))
     if proposed not in _TITLES:
         return proposed
-    store.set(f"transport/{rank}", _unusable_reason(proposed, ranks, rank))
-    reasons = _reasons(store, rank, size)
+    # 2. Every rank publishes why it cannot use the proposal, or an empty text. All wait for these answers, although
+    # only rank 0 uses them, so that each names a rank that is missing, and not rank 0.
+    reason = ucx_library.unusable_reason() if proposed == "ucx" else mpi_library.group_unusable_reason(ranks, rank)
+    store.set(f"transport/{rank}", reason)
+    answers = enumerate(values_of_ranks(store, rank, "transport", size))
+    reasons = {answering: answer for answering, answer in answers if answer}
+    # 3. Rank 0 decides.
     return from_rank_0(store, rank, size, "transport", lambda: _decide(proposed, reasons, bool(requested)))
 
 
@@ -51,10 +56,6 @@ def _propose(ranks: Sequence[int], requested: str) -> str:
     return requested or ("mpi" if _is_mpi_expected(ranks) else "tcp")
 
 
-def _unusable_reason(transport: str, ranks: Sequence[int], rank: int) -> str:
-    return ucx_library.unusable_reason() if transport == "ucx" else mpi_library.group_unusable_reason(ranks, rank)
-
-
 def _is_mpi_expected(ranks: Sequence[int]) -> bool:
     """Whether to propose MPI: it is usable on this rank, or an MPI launcher has started this rank."""
     try:
@@ -64,16 +65,8 @@ def _is_mpi_expected(ranks: Sequence[int]) -> bool:
     return started or not mpi_library.group_unusable_reason(ranks, 0)
 
 
-def _reasons(store: Any, rank: int, size: int) -> Mapping[int, str]:
-    """Return the reasons of the ranks that cannot use the proposed transport.
-
-    Only rank 0 uses them. The others wait for them too, so that each names a rank that is missing, and not rank 0.
-    """
-    answers = enumerate(values_of_ranks(store, rank, "transport", size))
-    return {answering: reason for answering, reason in answers if reason}
-
-
 def _decide(proposed: str, reasons: Mapping[int, str], is_requested: bool) -> str:
+    """Return the transport of the group. ``reasons``: by rank, of the ranks that cannot use the proposed one."""
     if not reasons:
         return proposed
     rank, first_reason = next(iter(reasons.items()))  # the other ranks usually have the same

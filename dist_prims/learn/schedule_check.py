@@ -26,11 +26,9 @@ def proved_schedule(
     Each call asks the answer again, and the answer may reply with other steps: use one schedule for all checks.
 
     Args:
-        answer: has the generator function, under the name of the collective.
-        collective: its name.
+        answer: has the generator function, under the name of the ``collective``.
         size: the number of ranks.
         chunks, scratch: the numbers of chunks of the data, and of further chunks for intermediate results.
-        root: None for a collective without one.
     """
     steps = answer.steps(collective, size, root)
     goal = contract(collective, size, chunks, root, scratch, same_bits=collective != "barrier")
@@ -59,7 +57,7 @@ def check_schedules(
     Args:
         answer, collective, scratch: see :func:`proved_schedule`.
         sizes: the numbers of ranks.
-        chunks: the number of chunks, by the number of ranks.
+        chunks: the number of chunks.
         steps: the most steps.
         sent: the most data that a rank sends, in units of the whole data: 1 is the length of the buffer.
         one_port: whether a rank may send at most one message in a step, and receive at most one.

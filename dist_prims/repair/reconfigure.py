@@ -109,7 +109,11 @@ def reconfigured_backend(
     # 1. The members and their order. Nothing has been sent yet.
     rank, members = _members(own, handles, is_ordered)
     one_launcher = _have_one_launcher(members)
-    _require_secret(one_launcher)
+    if not one_launcher and would_lose_secret(own_address()):
+        raise RuntimeError(
+            "reconfigure: a member does not have the secret that the launcher of this process has given to its ranks, "
+            f"and the group would have none; {REMEDY}"
+        )
     # 2. The old group ends, unless an earlier call has had this uuid: then use_uuid() raises.
     backend.use_uuid(uuid)
     backend.abort()  # the other ranks learn that this one makes no further calls in the old group
@@ -160,15 +164,6 @@ def _have_one_launcher(members: Sequence[_Handle]) -> bool:
     """Whether all members know the secret of the launcher of this process. All members get the same answer."""
     secret = remembered()
     return secret is not None and all(secret.is_code(member.code, _PURPOSE, member.token) for member in members)
-
-
-def _require_secret(one_launcher: bool) -> None:
-    """Raise RuntimeError if this process has a secret that other members do not know, and the group would have none."""
-    if not one_launcher and would_lose_secret(own_address()):
-        raise RuntimeError(
-            "reconfigure: a member does not have the secret that the launcher of this process has given to its ranks, "
-            f"and the group would have none; {REMEDY}"
-        )
 
 
 def _make_group(

@@ -23,7 +23,7 @@ from ..backend.quorum_ranks import quorum_ranks
 from ..errors import CommError, LeftOutError
 from ..rendezvous.deadline import call_in_thread
 from ..rendezvous.network import LOOPBACK, own_address, split_address
-from ..rendezvous.register_server import GroupRegisters, RegisterClient
+from ..rendezvous.register_server import RegisterClient
 from ..rendezvous.served import open_store, served_store
 from ..torch_compat import default_group
 from . import survivors
@@ -89,10 +89,10 @@ class RepairAttempt:
         self._spans_hosts: bool = backend.spans_hosts
         self._serves_hosts = self._spans_hosts or is_remote
         # What its error says: ranks that are dead, lost or late, and links that do not deliver.
-        self._named = frozenset(backend.named_ranks()) - {self._rank}
-        self._cut = frozenset((min(link), max(link)) for link in backend.cut_links())
+        self._named_ranks = frozenset(backend.named_ranks()) - {self._rank}
+        self._cut_links = frozenset((min(link), max(link)) for link in backend.cut_links())
         hosts = self._old_group.hosts
-        self._faulty_hosts = {hosts[rank] for rank in self._named.union(*self._cut)} - {hosts[self._rank]}
+        self._faulty_hosts = {hosts[rank] for rank in self._named_ranks.union(*self._cut_links)} - {hosts[self._rank]}
         # What this rank has found out since then.
         self._registers = self._open_registers()
         self._began = time.monotonic()
@@ -164,13 +164,12 @@ class RepairAttempt:
         if not self._spans_hosts:
             return SharedRegisters(self._old_backend, self._agreement)
         group = self._old_group
-        late_hosts = {group.hosts[rank] for rank in self._named} - {group.hosts[self._rank]}
+        late_hosts = {group.hosts[rank] for rank in self._named_ranks} - {group.hosts[self._rank]}
 
         def connect(server: int) -> Server:
-            if server == self._rank:
-                own: GroupRegisters = group.registers
-                return own
-            return RegisterClient(group.addresses[server], group.attempt, group.key, _CALL_TIME)
+            is_own = server == self._rank  # these are called directly
+            address = group.addresses[server]
+            return group.registers if is_own else RegisterClient(address, group.attempt, group.key, _CALL_TIME)
 
         acceptors = [
             Acceptor(functools.partial(connect, server), is_suspected=group.hosts[server] in late_hosts)
@@ -218,14 +217,14 @@ class RepairAttempt:
         self._find_deaths([rank for rank in range(self._old_backend.size()) if rank not in has_made])
         now = time.monotonic()
         silent = self._probe.silent if self._probe else set()
-        suspected = self._named | {rank for rank in silent if self._old_group.hosts[rank] in self._faulty_hosts}
+        suspected = self._named_ranks | {rank for rank in silent if self._old_group.hosts[rank] in self._faulty_hosts}
         return View(
             records=records,
             decisions=dict(decisions),
             dead=frozenset(self._dead),
             suspected=suspected if now > self._began + _TIME_FOR_SUSPECTS else frozenset(),
             is_late=now > self._last_change + self._timeout,
-            cut=self._cut | {(min(rank, self._rank), max(rank, self._rank)) for rank in silent},
+            cut=self._cut_links | {(min(rank, self._rank), max(rank, self._rank)) for rank in silent},
         )
 
     def _by_majority(self, use_registers: Callable[[], T]) -> T:

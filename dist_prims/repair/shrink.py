@@ -19,7 +19,6 @@ from .survivors import OtherMembers, prevent_group, survive
 __all__: list[str] = []
 
 _CPU = torch.device("cpu")
-_AGREEMENT = "shrink"  # its name
 _SEPARATOR = " after "  # in the names of repaired groups, before the name of the old group
 
 
@@ -85,7 +84,7 @@ def _repair(
     """
     # 1. End the old group: this rank makes no further calls in it, and the ranks of its host learn that.
     name = backend.options.group_name
-    attempt = RepairAttempt(backend, next_name(name), limit, _AGREEMENT, ends_old_group=not excluded)
+    attempt = RepairAttempt(backend, next_name(name), limit, "shrink", ends_old_group=not excluded)
     backend.abort()
     # 2. If an earlier grow() has raised here before its outcome was known, the other ranks may have its group, and must
     # not see a second one. Make that group fail, or raise if the other ranks have it.
