@@ -6,6 +6,7 @@ The documentation prints the formulas, and a test evaluates them against the sch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -30,6 +31,15 @@ def floor_pow2(n: int) -> int:
     [1, 2, 2, 4, 4, 8]
     """
     return 1 << (n.bit_length() - 1)
+
+
+def default_ranks_a_host(n: int) -> int:
+    """The ranks of a host where a hierarchical algorithm is not given hosts: the largest divisor of n up to its root.
+
+    >>> [default_ranks_a_host(n) for n in (1, 7, 12, 16)]
+    [1, 1, 3, 4]
+    """
+    return max(m for m in range(1, math.isqrt(n) + 1) if n % m == 0)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -74,6 +74,17 @@ class Load:
         factors[[MESSAGES, OUTER]], factors[[COPIED, REDUCED]], factors[_MACHINE_MESSAGES] = messages, rank, machine
         factors[[LINK, CROWDED, *_MACHINE_DATA]] = link
         return Load(self.times, self.rows * factors, self.busiest * factors, self.busy_steps)
+
+    def on_one_host(self, ranks: int) -> Load:
+        """The load if hosts of ``ranks`` ranks each on one machine are groups of the ranks of one host.
+
+        All ranks of a host send equally much over its link, and no step has messages within hosts and between them.
+        """
+        rows = np.vstack([self.rows, self.busiest])
+        near, outer, copied, _, crossing = range(MACHINE.start, MACHINE.stop)
+        rows[:, [COPIED, near, copied]] += rows[:, [LINK, outer, crossing]] / [ranks, 1, 1]
+        rows[:, [OUTER, LINK, CROWDED, outer, crossing]] = 0
+        return replace(self, rows=rows[:-1], busiest=rows[-1])
 
     @staticmethod
     def joined(loads: Sequence[Load]) -> Load:

@@ -231,7 +231,7 @@ def _load_of_moves(groups: Sequence[Sequence[Move]], hosts: Hosts) -> _StepLoad:
         # The busiest rank of the group: at most one message, and the longest of the messages that a rank can have.
         messages, outer, copied, reduced = 0, False, 0.0, 0.0
         for move in group:
-            traffic, chunks = _traffic(move.ranks, hosts), move.chunks
+            traffic, chunks = _traffic(move.ranks, hosts), float(move.chunks)  # the product exceeds 32 bits
             if not traffic.stays and not traffic.leaves:
                 continue
             messages, outer = 1, outer or traffic.leaves
@@ -285,7 +285,7 @@ def _load_of_counted(step: Step, hosts: Hosts) -> _StepLoad:
     return _StepLoad(rank, np.stack([*count.links, count.crowded, near[0], *far, copied[0], reduced[0]]))
 
 
-FEW_RANKS = 64  # up to this number of ranks, the cards of algorithms in many chunks yield steps, which are counted
+FEW_RANKS = 64  # up to this number of ranks, cards may yield each step; an algorithm in many chunks is counted
 
 Part = Round | AllPairs | Star | Step | Busiest | Load
 

@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
+
 from .contract import COLLECTIVES, ROOTED, contract
-from .cost_card import Card
+from .cost_card import Card, default_ranks_a_host
 from .load import Hosts, Load, count
 from .moves import load_of
 from .steps import Phases, ScheduleData, Step, Steps, most_steps
@@ -25,6 +27,7 @@ __all__: list[str] = []
 Count = int | Callable[..., int] | None
 Make = Callable[..., Iterator[Step] | Phases]
 _Make = TypeVar("_Make", bound=Make)
+_MOST_RANKS_COUNTED = 512  # of an algorithm that a user has registered
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,21 +69,39 @@ class Algorithm:
         return _count(self.chunks, size, parameters, default=1 if self.collective in _WHOLE else size)
 
 
-@functools.lru_cache(maxsize=1024)
 def load_by_card(registered: Algorithm, hosts: Hosts, parameters: tuple[tuple[str, Any], ...] = ()) -> Load:
     """The load of an algorithm on hosts, from its card; without one for these hosts, its steps are counted.
+
+    Up to 512 ranks the steps of an algorithm that a user has registered are counted even if it has a card, which may be
+    wrong. Above that it needs a card (ValueError), because counting the steps may take hours.
 
     >>> load_by_card(lookup("all_reduce", "ring"), Hosts((8,) * 12_500)).steps
     199998
     """
+    return _load_once(_changes, registered, hosts, parameters)
+
+
+@functools.lru_cache(maxsize=1024)
+def _load_once(_version: int, registered: Algorithm, hosts: Hosts, parameters: tuple[tuple[str, Any], ...]) -> Load:
     given = {**registered.parameters, **dict(parameters)}
+    card_load = None if registered.card is None else registered.card.load
+    if registered.built_in and given.get("hosts", ()) is None and len(hosts.ranks) == 1:  # a hierarchy's default hosts
+        ranks = default_ranks_a_host(hosts.size)
+        square = Hosts((ranks,) * (hosts.size // ranks), one_machine=True, has_cores=hosts.has_cores)
+        return load_by_card(registered, square, (*parameters, ("hosts", square.ranks))).on_one_host(ranks)
     is_for_others = "hosts" in given and given["hosts"] != hosts.ranks  # made for other hosts than those it runs on
-    if registered.card is None or registered.card.load is None or is_for_others:
+    if is_for_others if registered.built_in else hosts.size <= _MOST_RANKS_COUNTED:
         root = 0 if registered.collective in ROOTED else None
         return count(registered(hosts.size, root, **dict(parameters)), hosts)
+    if card_load is None:
+        name = f"{registered.collective} {registered.name!r}"
+        raise ValueError(f"{name} has no card with a load, and above {_MOST_RANKS_COUNTED} ranks no steps are counted")
     share = 0.0 if registered.collective == "barrier" else 1 / registered.number_of_chunks(hosts.size, given)
     given.pop("hosts", None)
-    return load_of(registered.card.load(hosts, **given), hosts, share)
+    load = load_of(card_load(hosts, **given), hosts, share)
+    if not (np.isfinite(load.rows).all() and (load.rows >= 0).all()):
+        raise ValueError(f"the card of {registered.collective} {registered.name!r} gives a load that is no count")
+    return load
 
 
 _WHOLE = ("barrier", "scan", "exclusive_scan")
@@ -131,7 +152,7 @@ def algorithm(
     (r0+r1)+r2 4
     >>> unregister("all_reduce", "star")
     """
-    _check_registration(collective, replicas)
+    _check_registration(collective, name, replicas)
 
     def register(make: _Make) -> _Make:
         key = collective, name or make.__name__
@@ -139,16 +160,24 @@ def algorithm(
         if not built_in:
             _load()
             _check_not_built_in(*key, "register it under another name, algorithm(..., name=...)")
-        given, trusted, more = _parameters_of(make, collective), trust or built_in, tuple(variants)
-        _set(*key, Algorithm(*key, make, chunks, scratch, replicas, card, given, trusted, built_in, more, part))
+        given, trusted = _parameters_of(make, collective), trust or built_in
+        if not all(isinstance(each, Mapping) and {*each} <= {*given} for each in variants):
+            takes = ", ".join(given) or "none"
+            raise ValueError(
+                f"{collective} {key[1]!r}: variants={variants!r}: a list of mappings of parameters ({takes})"
+            )
+        every = tuple(variants)
+        _set(*key, Algorithm(*key, make, chunks, scratch, replicas, card, given, trusted, built_in, every, part))
         return make
 
     return register
 
 
-def _check_registration(collective: str, replicas: str) -> None:
+def _check_registration(collective: str, name: str | None, replicas: str) -> None:
     if collective not in COLLECTIVES:
         raise ValueError(f"algorithm({collective!r}): {nearest('collective', collective, COLLECTIVES)}")
+    if not isinstance(name, str | None):
+        raise ValueError(f"algorithm({collective!r}, name={name!r}): the name must be text")
     if replicas not in ("same", "may differ"):
         raise ValueError(f"algorithm(replicas={replicas!r}): use 'same' or 'may differ'")
 

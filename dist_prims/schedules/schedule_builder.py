@@ -53,7 +53,7 @@ def _check_kind(where: str, name: str, value: Any, default: Any) -> None:
         raise ValueError(f"{where}: {name}={value!r}; it must be a name, such as {default!r}, its default")
 
 
-def build_shared(collective: str, algorithm: str, size: int, **parameters: Any) -> Schedule:
+def build_shared(collective: str, algorithm: str, size: int, /, **parameters: Any) -> Schedule:
     """The same as :func:`build`, but equal calls return one object, for which prices and programs are cached."""
     return _build_once(version(), collective, algorithm, size, tuple(sorted(parameters.items())))
 

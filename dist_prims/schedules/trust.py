@@ -61,7 +61,7 @@ def may_be_chosen(registered: Algorithm, size: int) -> bool:
 
 
 def evaluated(
-    evaluate: Callable[[Schedule], T], collective: str, algorithm: str, size: int, **parameters: Any
+    evaluate: Callable[[Schedule], T], collective: str, algorithm: str, size: int, /, **parameters: Any
 ) -> T | None:
     """The value of ``evaluate`` for a schedule that may be chosen automatically; None if it may not be chosen.
 

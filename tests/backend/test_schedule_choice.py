@@ -33,7 +33,7 @@ def clear() -> None:
     for cached in (
         multi_host._recommended,
         schedule_builder._build_once,
-        registry.load_by_card,
+        registry._load_once,
         program._compiled,
     ):
         cached.cache_clear()

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..contract import ROOTED
+from ..cost_card import default_ranks_a_host
 from ..load import Hosts, Load
 from ..moves import side_by_side
 from ..registry import load_by_card, lookup
@@ -40,11 +41,6 @@ Ints = NDArray[np.int64]
 HostSizes = Sequence[int] | None
 
 MULTI_LANE = "Traeff and Hunold, Decomposing MPI Collectives for Exploiting Multi-lane Communication, 2020"
-
-
-def default_ranks_a_host(size: int) -> int:
-    """The default number of ranks a host: the largest divisor of ``size`` up to its square root."""
-    return max(m for m in range(1, math.isqrt(size) + 1) if size % m == 0)
 
 
 def host_sizes(size: int, hosts: HostSizes) -> tuple[int, ...]:

@@ -29,13 +29,13 @@ with equally many ranks: every block crosses each link once, and all ranks of a 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..cost_card import Card
+from ..cost_card import Card, default_ranks_a_host
 from ..load import Hosts
 from ..moves import Part
 from ..registry import algorithm
 from ..steps import Phases
 from . import _hierarchy as hierarchy
-from ._hierarchy import HostSizes, default_ranks_a_host
+from ._hierarchy import HostSizes
 
 __all__: list[str] = []
 

@@ -22,13 +22,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..cost_card import Card, ceil_log2
+from ..cost_card import Card, ceil_log2, default_ranks_a_host
 from ..load import Hosts
 from ..moves import Part
 from ..registry import algorithm, lookup
 from ..steps import CountedStep, ScheduleData, Step
 from . import _hierarchy as hierarchy
-from ._hierarchy import HostSizes, Ints, default_ranks_a_host
+from ._hierarchy import HostSizes, Ints
 
 __all__: list[str] = []
 

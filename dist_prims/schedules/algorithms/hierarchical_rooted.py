@@ -27,7 +27,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..cost_card import Card, ceil_log2
+from ..cost_card import Card, ceil_log2, default_ranks_a_host
 from ..load import Hosts
 from ..moves import Part
 from ..registry import algorithm
@@ -35,7 +35,7 @@ from ..schedule_builder import build_shared
 from ..steps import Phase, Phases, ScheduleData, Step
 from . import _hierarchy as hierarchy
 from . import binomial
-from ._hierarchy import HostSizes, default_ranks_a_host
+from ._hierarchy import HostSizes
 
 __all__: list[str] = []
 

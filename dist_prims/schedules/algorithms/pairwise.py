@@ -11,7 +11,7 @@ import numpy as np
 
 from ..cost_card import Card
 from ..load import Hosts
-from ..moves import Part, Round, shifted
+from ..moves import FEW_RANKS, Part, Round, shifted
 from ..registry import algorithm
 from ..steps import Step
 
@@ -33,16 +33,20 @@ def _part(size: int, rank: int) -> Iterator[Step]:
 def _load(hosts: Hosts) -> Iterator[Part]:
     """Between equal hosts there are three kinds of distances: less than a host, whole hosts, and all others.
 
-    All distances of one of the last two kinds have the same load, so one of them stands for all.
+    All distances of one of the last two kinds have the same load, so one of them stands for all. Between many unequal
+    hosts all ranks send to other hosts at every distance of at least a host, so one distance stands for all.
     """
-    size, ranks, number = hosts.size, hosts.ranks[0], len(hosts.ranks)
-    if max(hosts.ranks) == 1:
+    size, ranks, number = hosts.size, max(hosts.ranks), len(hosts.ranks)
+    near = (*range(1, ranks), *range(max(size - ranks + 1, ranks), size))
+    if 1 in (ranks, number):
         rounds = [(size - 1, 1)]
-    elif len(set(hosts.ranks)) > 1:
+    elif len(set(hosts.ranks)) == 1:
+        rounds = [*((1, distance) for distance in near)]
+        rounds += [(number - 1, ranks), (max(number - 2, 0) * (ranks - 1), ranks + 1)]
+    elif size <= FEW_RANKS:
         rounds = [(1, distance) for distance in range(1, size)]
     else:
-        rounds = [(1, distance) for distance in (*range(1, ranks), *range(max(size - ranks + 1, ranks), size))]
-        rounds += [(number - 1, ranks), (max(number - 2, 0) * (ranks - 1), ranks + 1)]
+        rounds = [*((1, distance) for distance in near), (size - 1 - len(near), ranks + 1)]
     yield from (Round(times, [shifted(size, distance)]) for times, distance in rounds)
 
 
