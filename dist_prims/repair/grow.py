@@ -48,9 +48,9 @@ from .survivors import MADE, make_together
 
 __all__: list[str] = []
 
-_PREFIX = "dist_prims/join"
+_PREFIX = "dist_prims/join"  # of the keys at the meeting
 _TIME_FOR_MEETING = 5.0  # seconds for rank 0 of the running ranks to reach the meeting
-_TIME_TO_CONFIRM = 2.0  # seconds for an invited rank
+_TIME_TO_CONFIRM = 2.0  # seconds for invited ranks to confirm that they wait
 _TIME_FOR_ADMISSION = 20.0  # seconds after which a new rank announces itself again
 _OUTCOME = "outcome"  # the key
 _TIME_FOR_OUTCOME = 5.0  # seconds after the time for making the group
