@@ -112,7 +112,7 @@ class RankProcesses:
 
     def results(self) -> list[Any]:
         """Wait until the function has returned on all ranks. Return the results by rank, None for a lost one."""
-        began = max(rank.when for rank in self.ranks) / 1e9
+        began = max(rank.when for rank in self.ranks) / 1e9  # when the last function began: the notice STARTED
         deadline = None if self.timeout is None else began + self.timeout
         self._watch(lambda rank: rank.kind == RETURNED, _RUNNING, deadline, f"timeout={self.timeout}")
         return [None if rank.is_lost else unpacked(_content(rank.report)) for rank in self.ranks]
