@@ -200,6 +200,24 @@ class Graph:
         return Graph(leaves * ranks, _both_ways([*down, *up], latency, bandwidth))
 
     @staticmethod
+    def dragonfly(groups: int, switches: int, ranks: int, latency: float = 1e-6, bandwidth: float = 1e9) -> Graph:
+        """Groups of switches with so many ranks each; a link between every two switches of a group.
+
+        There is also a link between every two groups; those of a group are at its switches in turn.
+        """
+        every = list(itertools.product(range(groups), range(switches)))
+        ends: list[tuple[Node, Node]] = [
+            (number * ranks + place, f"switch {group}.{switch}")
+            for number, (group, switch) in enumerate(every)
+            for place in range(ranks)
+        ]
+        for group, (one, two) in itertools.product(range(groups), itertools.combinations(range(switches), 2)):
+            ends.append((f"switch {group}.{one}", f"switch {group}.{two}"))
+        for one, two in itertools.combinations(range(groups), 2):
+            ends.append((f"switch {one}.{(two - 1) % switches}", f"switch {two}.{one % switches}"))
+        return Graph(groups * switches * ranks, _both_ways(ends, latency, bandwidth))
+
+    @staticmethod
     def hosts(
         ranks: Sequence[int],
         bandwidths: Sequence[float],

@@ -22,6 +22,7 @@ MADE = {
     "torus": (Graph.torus(3, 4), 12, 4 * 12),
     "fully connected": (Graph.fully_connected(5), 5, 20),
     "fat tree": (Graph.fat_tree(leaves=3, ranks=4, spines=2), 12, 2 * (12 + 6)),
+    "dragonfly": (Graph.dragonfly(groups=4, switches=3, ranks=2), 24, 2 * (24 + 4 * 3 + 6)),
     "hosts": (Graph.hosts([1, 3], bandwidths=[1e9, 1e8]), 4, 2 * (4 + 2)),
     "dgx": (Graph.dgx(2), 16, 4 * 16),
     "dgx1": (Graph.dgx1(), 8, 32),
@@ -43,6 +44,15 @@ def test_every_gpu_of_a_dgx1_has_six_links_of_25_gigabytes() -> None:
     for link in Graph.dgx1().links:
         sums[link.src] += int(link.bandwidth)
     assert set(sums.values()) == {int(6 * 25e9)}
+
+
+def test_two_ranks_of_a_dragonfly_are_at_most_three_links_between_switches_apart() -> None:
+    """As many links between groups as others: each switch of four groups of three has one, and two within its group."""
+    graph = Graph.dragonfly(groups=4, switches=3, ranks=1)
+    assert set(Counter(link.src for link in graph.links if isinstance(link.src, str)).values()) == {1 + 2 + 1}
+    lengths = Counter(len(graph.route(src, dst)) - 2 for src, dst in itertools.permutations(range(12), 2))
+    assert max(lengths) == 3
+    assert lengths[1] == 12 * (2 + 1)
 
 
 def random_graph(seed: int) -> Graph:
