@@ -24,6 +24,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--root", type=int, default=0, metavar="R", help="of a broadcast (0)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the search (0)")
     parser.add_argument("--save", metavar="FILE", help="write the schedule, for Schedule.load")
+    parser.add_argument("--draw", metavar="FILE.svg", help="draw how long each link works")
     parser.set_defaults(run=run)
 
 
@@ -52,4 +53,6 @@ def run(given: argparse.Namespace) -> int:
     print(f"Use {'the schedule found' if is_found else f'{result.best.name}: nothing found is faster'}.")
     if given.save:
         print(f"saved       {result.schedule.save(given.save)}")
+    if given.draw:
+        print(f"drawn       {result.schedule.draw(given.draw, topology=graph)}")
     return 0

@@ -14,7 +14,7 @@ from typing import Any, overload
 import numpy as np
 
 from .cost import Cost, lower_bound, price, seconds
-from .draw import write_svg
+from .draw import write_loads, write_svg
 from .file import read_schedule, write_schedule
 from .graph import Graph
 from .graph_cost import link_loads
@@ -98,9 +98,12 @@ class Schedule(ScheduleData):
         """Run the schedule on NumPy arrays in one process, one input a rank; returns the output of each rank."""
         return simulate(self, inputs, op)
 
-    def draw(self, path: str | Path, animate: bool = False) -> Path:
-        """Write the steps as an SVG picture and return its path; ``animate``: they appear one after the other."""
-        return write_svg(self, path, animate)
+    def draw(self, path: str | Path, animate: bool = False, topology: Graph | None = None) -> Path:
+        """Write the steps as an SVG picture and return its path; ``animate``: they appear one after the other.
+
+        ``topology``: a graph, to draw how long each of its links works instead of the steps.
+        """
+        return write_svg(self, path, animate) if topology is None else write_loads(self, topology, path)
 
     def html(self, path: str | Path) -> Path:
         """Write an interactive page: its steps, what each chunk holds, the proof and the cost. Returns the path.

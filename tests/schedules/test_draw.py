@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dist_prims._chart import line_chart
-from dist_prims.schedules import COLLECTIVES, Step, algorithms, build
+from dist_prims.schedules import COLLECTIVES, Graph, Step, algorithms, build
 from dist_prims.schedules.catalogue import markdown_table, text_table
 from dist_prims.schedules.draw import describe_contract, messages, terminal
 from dist_prims.schedules.steps import Steps
@@ -195,3 +195,18 @@ def test_an_animation_has_the_steps_one_after_the_other(tmp_path: Path) -> None:
     begins = re.findall(r"@keyframes step-\d+ \{ 0%, ([\d.]+)%", style.text or "")
     assert [round(float(each) * 8 / 100) for each in begins] == [0, 1, 2, 3, 4, 5]
     assert not list(still.iter(f"{SVG}style"))
+
+
+def test_the_picture_of_a_graph_has_each_link_as_wide_as_it_works_long(tmp_path: Path) -> None:
+    graph = Graph.hosts([2, 2], bandwidths=[1e9, 0.25e9])
+    root = drawn(build("all_gather", "direct", 4).draw(tmp_path / "x.svg", topology=graph))
+    lines = [path for path in root.iter(f"{SVG}path") if path.get("class") == "link"]
+    widths = {
+        (line.findtext(f"{SVG}title") or "").partition(",")[0]: float(line.get("stroke-width", 0)) for line in lines
+    }
+    assert len(lines) == len(graph.links) == len(widths)
+    assert widths["host 1 → network"] == widths["network → host 1"] == max(widths.values()) == 6
+    assert widths["host 0 → network"] == pytest.approx(1 + 5 / 4)
+    assert {*texts(root)} >= {"0", "3", "host 1", "network"}
+    with pytest.raises(ValueError, match="65 ranks; a picture shows at most 64"):
+        build("all_gather", "direct", 65).draw(tmp_path / "x.svg", topology=Graph.ring(65))

@@ -182,15 +182,32 @@ def test_what_cannot_be_found_is_refused(given: dict[str, Any], message: str) ->
 
 
 def test_the_command_prints_the_bound_and_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    graph, found = SLOW_HOST.save(tmp_path / "graph.json"), tmp_path / "found.json"
-    assert main(["synthesize", str(graph), "--collective", "broadcast", "--bytes", "1M", "--save", str(found)]) == 0
-    first, bound, registered, machine, size, verdict, saved = capsys.readouterr().out.splitlines()
+    graph, found, picture = SLOW_HOST.save(tmp_path / "graph.json"), tmp_path / "found.json", tmp_path / "found.svg"
+    assert (
+        main(
+            [
+                "synthesize",
+                str(graph),
+                "--collective",
+                "broadcast",
+                "--bytes",
+                "1M",
+                "--save",
+                str(found),
+                "--draw",
+                str(picture),
+            ]
+        )
+        == 0
+    )
+    first, bound, registered, machine, size, verdict, saved, drawn = capsys.readouterr().out.splitlines()
     assert (first, bound) == ("broadcast of 1 MB: 6 ranks, 18 links", "bound       4.19 ms")
     assert "times the bound" in registered
     assert machine.startswith("found       synthesized")
     assert "proved" in size
     assert verdict == "Use the schedule found."
-    assert saved == f"saved       {found}"
+    assert (saved, drawn) == (f"saved       {found}", f"drawn       {picture}")
+    assert "busiest: " in picture.read_text()
     assert Schedule.load(found).size == 6
     assert main(["synthesize", str(tmp_path / "none.json")]) == 2
 

@@ -4,6 +4,7 @@ A picture shows which rank waits for which, when a sum is complete and where lin
 ``write_svg`` draws a picture, ``terminal`` formats plain text; neither needs a plotting library.
 """
 
+from .link_loads import write_loads as write_loads
 from .message import DrawnMessage as DrawnMessage
 from .message import caption as caption
 from .message import messages as messages
