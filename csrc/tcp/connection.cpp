@@ -1,3 +1,5 @@
+// A write sends several messages with one system call, and a read receives the rest of a message and what follows it: a
+// system call costs more than a small message.
 #include "connection.h"
 
 #include <algorithm>
@@ -29,16 +31,17 @@ void OutgoingConnection::write() {
     while (error_.empty() && !queue_.empty()) {
         std::array<SocketPart, 2 * kMessages> parts;
         std::size_t count = 0, asked = 0;
-        for (std::size_t each = 0; each < std::min(kMessages, queue_.size()); ++each) {
-            Unsent& unsent = queue_[each];
+        for (std::size_t index = 0; index < std::min(kMessages, queue_.size()); ++index) {
+            Unsent& unsent = queue_[index];
             if (unsent.sent < unsent.head_bytes)
                 parts[count++] = {unsent.head.data() + unsent.sent, unsent.head_bytes - unsent.sent};
-            const std::size_t begin = std::max(unsent.sent, unsent.head_bytes) - unsent.head_bytes;
-            if (unsent.message && begin < unsent.message->bytes)
-                parts[count++] = {unsent.message->data + begin, unsent.message->bytes - begin};
+            const std::size_t sent_data = std::max(unsent.sent, unsent.head_bytes) - unsent.head_bytes;
+            if (unsent.message && sent_data < unsent.message->bytes)
+                parts[count++] = {unsent.message->data + sent_data, unsent.message->bytes - sent_data};
             asked += unsent.bytes() - unsent.sent;
         }
         const SocketResult result = write_some(socket_, parts.data(), count);
+        // The error of a connection that was never established names the address.
         if (!result.error.empty())
             return fail(has_sent_ ? result.error : Failure{address_ + ": " + result.error.text, result.error.number});
         has_sent_ = has_sent_ || result.bytes > 0;
@@ -47,7 +50,7 @@ void OutgoingConnection::write() {
     }
 }
 
-// Notes that the kernel has taken this many bytes.
+// The kernel has taken this many bytes: removes what has been sent from the queue.
 void OutgoingConnection::advance(std::size_t bytes) {
     while (!queue_.empty()) {
         Unsent& front = queue_.front();
@@ -68,72 +71,76 @@ void OutgoingConnection::look_for_end() {
 }
 
 bool OutgoingConnection::withdraw(const TcpMessagePtr& message) {
-    const auto found =
-        std::find_if(queue_.begin(), queue_.end(), [&](const Unsent& each) { return each.message == message; });
-    if (found == queue_.end()) return true;
-    if (found->sent > 0) return false;
-    queue_.erase(found);
+    const auto entry =
+        std::find_if(queue_.begin(), queue_.end(), [&](const Unsent& unsent) { return unsent.message == message; });
+    if (entry == queue_.end()) return true;
+    if (entry->sent > 0) return false;
+    queue_.erase(entry);
     return true;
 }
 
 void OutgoingConnection::fail(const Failure& error) {
     error_ = error;
-    for (const Unsent& each : queue_) {
-        if (each.message) each.message->error = error;
+    for (const Unsent& unsent : queue_) {
+        if (unsent.message) unsent.message->error = error;
     }
     queue_.clear();
 }
 
 void IncomingConnection::read(Inbox& inbox) {
     is_stalled_ = false;
-    parse(inbox);
-    for (int reads = 0; reads < kReads && !is_stalled_ && error_.empty(); ++reads) {
-        // what is staged is now a part of a header at most
-        std::memmove(staging_.get(), staging_.get() + first_, last_ - first_);
-        last_ -= std::exchange(first_, 0);
+    consume_staged(inbox);
+    for (int reads = 0; reads < kReadsAtOnce && !is_stalled_ && error_.empty(); ++reads) {
+        // 1. Of the staged bytes no more than a part of a header is left. Move it to the beginning.
+        std::memmove(staging_.get(), staging_.get() + staged_begin_, staged_end_ - staged_begin_);
+        staged_end_ -= std::exchange(staged_begin_, 0);
+        // 2. Read the rest of the message to its place, and what follows into the staging buffer.
         std::array<SocketPart, 2> parts;
         std::size_t count = 0;
-        const std::size_t rest = current_ ? current_->bytes - received_ : 0;
-        if (rest) parts[count++] = {current_->data + received_, rest};
-        parts[count++] = {staging_.get() + last_, kStaging - last_};
-        const std::size_t asked = rest + kStaging - last_;
+        const std::size_t rest = arrival_ ? arrival_->bytes - received_ : 0;
+        if (rest) parts[count++] = {arrival_->data + received_, rest};
+        parts[count++] = {staging_.get() + staged_end_, kStaging - staged_end_};
+        const std::size_t asked = rest + kStaging - staged_end_;
         const SocketResult result = read_some(socket_, parts.data(), count);
         error_ = result.error;
+        // 3. Account for the bytes that have come.
         const std::size_t direct = std::min(rest, result.bytes);
         received_ += direct;
-        last_ += result.bytes - direct;
-        parse(inbox);
-        if (result.bytes < asked) return;  // nothing is left for now
+        staged_end_ += result.bytes - direct;
+        consume_staged(inbox);
+        if (result.bytes < asked) return;  // the kernel has no more bytes
     }
 }
 
-// Hands out the bytes that have been read.
-void IncomingConnection::parse(Inbox& inbox) {
-    while (current_ || begin_message(inbox)) {
-        const std::size_t bytes = std::min(current_->bytes - received_, last_ - first_);
-        if (bytes) std::memcpy(current_->data + received_, staging_.get() + first_, bytes);
+// Copies staged bytes to the messages to which they belong, and completes messages, until more bytes are needed.
+void IncomingConnection::consume_staged(Inbox& inbox) {
+    while (arrival_ || start_message(inbox)) {
+        const std::size_t bytes = std::min(arrival_->bytes - received_, staged_end_ - staged_begin_);
+        if (bytes) std::memcpy(arrival_->data + received_, staging_.get() + staged_begin_, bytes);
         received_ += bytes;
-        first_ += bytes;
-        if (received_ < current_->bytes) return;
-        inbox.complete(*current_);
-        current_ = nullptr;
+        staged_begin_ += bytes;
+        if (received_ < arrival_->bytes) return;
+        inbox.complete(*arrival_);
+        arrival_ = nullptr;
         received_ = 0;
     }
 }
 
-bool IncomingConnection::begin_message(Inbox& inbox) {
+// Takes a header from the staged bytes, and asks the inbox where its message goes. Returns false if that is not
+// possible yet: a part of the header is missing, or the inbox does not accept the message.
+bool IncomingConnection::start_message(Inbox& inbox) {
     TcpHeader header;
-    if (last_ - first_ < sizeof(header)) return false;
-    std::memcpy(&header, staging_.get() + first_, sizeof(header));
+    if (staged_end_ - staged_begin_ < sizeof(header)) return false;
+    std::memcpy(&header, staging_.get() + staged_begin_, sizeof(header));
     if (header.tag == TcpHeader::kLeave) {
         has_left_ = true;
-        first_ += sizeof(header);
-        return begin_message(inbox);  // a notice may follow
+        staged_begin_ += sizeof(header);
+        return start_message(inbox);  // a notice may follow
     }
-    current_ = inbox.begin(peer_, header.tag, header.bytes);
-    is_stalled_ = !current_;
-    if (current_) first_ += sizeof(header);
-    return current_ != nullptr;
+    arrival_ = inbox.begin(peer_, header.tag, header.bytes);
+    is_stalled_ = !arrival_;
+    if (arrival_) staged_begin_ += sizeof(header);
+    return arrival_ != nullptr;
 }
 
 }  // namespace dist_prims

@@ -1,8 +1,10 @@
-// The connections of a lane. Each carries messages in one direction: the rank that opens it is the one that sends.
+// The connections of a lane, which calls them under its lock. A connection carries messages in one direction: the rank
+// that opens it sends.
 //
 //     greeting | header, data | header, data | ...
 //
-// A header with the tag kLeave marks that the rank leaves the group. Only notices follow such a header.
+// The greeting is read before there is an IncomingConnection (see transport.h). A header with the tag kLeave, without
+// data, marks that the rank leaves the group. Only notices follow it.
 #pragma once
 
 #include <array>
@@ -25,18 +27,21 @@ struct TcpHeader {
 
 class OutgoingConnection {
 public:
-    // Throws std::system_error if the connection cannot even be begun.
+    // Begins to connect. Throws std::system_error if that fails at once, as without a free descriptor.
     OutgoingConnection(const std::string& address, const Greeting& greeting);
 
+    // Adds a message to the queue of what write() sends.
     void push(const TcpMessagePtr& message);
-    // Marks that this rank leaves the group: the peer must not take the end of the connection for a death.
+    // Adds the mark that this rank leaves the group, so that the peer does not take the end of the connection for a
+    // death.
     void push_leave();
-    // Gives the kernel what it takes; messages are done when it has taken them whole.
+    // Gives the kernel as many bytes as it takes. A message is done when the kernel has taken all of it.
     void write();
-    // Checks whether the peer has closed the connection, on which the peer never sends anything.
+    // Checks whether the peer has closed the connection. The peer never sends anything on it.
     void look_for_end();
-    // Drops a message of which nothing has been sent. Returns false if a part of it has.
+    // Removes a message from the queue. Returns false if a part of it has been sent: then it stays.
     bool withdraw(const TcpMessagePtr& message);
+    // Ends the connection: all messages in the queue fail.
     void fail(const Failure& error);
 
     bool has_unsent() const { return !queue_.empty(); }
@@ -47,12 +52,12 @@ public:
 
 private:
     static constexpr std::size_t kHead = sizeof(Greeting) > sizeof(TcpHeader) ? sizeof(Greeting) : sizeof(TcpHeader);
-    // A message of which a part may have been sent: first its head, then its data.
+    // An entry of the queue, of which a part may have been sent: a head, then the data of a message.
     struct Unsent {
-        std::array<std::byte, kHead> head;
+        std::array<std::byte, kHead> head;  // a greeting or a header
         std::size_t head_bytes;
-        TcpMessagePtr message;  // null: this is the greeting, or marks that the rank leaves
-        std::size_t sent = 0;
+        TcpMessagePtr message;  // null after a greeting, or the mark that the rank leaves
+        std::size_t sent = 0;   // bytes of head and data
         std::size_t bytes() const { return head_bytes + (message ? message->bytes : 0); }
     };
 
@@ -72,7 +77,7 @@ public:
     IncomingConnection(Socket socket, int peer)
         : socket_(std::move(socket)), peer_(peer), staging_(new std::byte[kStaging]) {}
 
-    // Reads what has come, up to a message that the inbox does not accept yet: see is_stalled().
+    // Reads what has come, up to a message that the inbox does not accept yet. The connection has stalled then.
     void read(Inbox& inbox);
 
     bool is_stalled() const { return is_stalled_; }
@@ -83,17 +88,17 @@ public:
 
 private:
     static constexpr std::size_t kStaging = 16 << 10;
-    static constexpr int kReads = 16;  // at once, so that the other connections have their turn
+    static constexpr int kReadsAtOnce = 16;  // then the other connections have their turn
 
-    void parse(Inbox& inbox);
-    bool begin_message(Inbox& inbox);
+    void consume_staged(Inbox& inbox);
+    bool start_message(Inbox& inbox);
 
     Socket socket_;
     const int peer_;
-    std::unique_ptr<std::byte[]> staging_;  // bytes that have been read, but not yet parsed
-    std::size_t first_ = 0, last_ = 0;      // of these bytes
-    ArrivalPtr current_;                    // the message that is coming
-    std::size_t received_ = 0;              // of its bytes
+    std::unique_ptr<std::byte[]> staging_;           // bytes that have been read and whose place was not known then
+    std::size_t staged_begin_ = 0, staged_end_ = 0;  // the range of these bytes in staging_
+    ArrivalPtr arrival_;                             // the message that is coming; null before a header
+    std::size_t received_ = 0;                       // how many of its bytes have come
     bool is_stalled_ = false, has_left_ = false;
     Failure error_;
 };

@@ -6,6 +6,7 @@
 namespace dist_prims {
 namespace {
 
+// Takes the first value of a queue, and removes the queue if it is then empty.
 template <typename Value>
 Value take_front(std::map<std::pair<int, int>, std::deque<Value>>& queues,
                  typename std::map<std::pair<int, int>, std::deque<Value>>::iterator queue) {
@@ -19,7 +20,7 @@ void fail_message(TcpMessage& message, const Failure& error) {
     if (!message.is_done && message.error.empty()) message.error = error;
 }
 
-// Whether the receive may take a message of this length. If not, it fails.
+// Whether the receive may take a message of this length. If not, the receive fails.
 bool accepts(TcpMessage& receive, int from, std::size_t bytes) {
     if (bytes == receive.bytes || (receive.may_be_shorter && bytes < receive.bytes)) return true;
     receive.has_other_length = true;
@@ -30,7 +31,8 @@ bool accepts(TcpMessage& receive, int from, std::size_t bytes) {
 
 }  // namespace
 
-// Returns the first receive for a message; null if there is none.
+// Removes and returns the first receive for a message; null if there is none. A receive whose claim has been taken in
+// another place is dropped.
 TcpMessagePtr Inbox::take_receive(int from, int tag) {
     for (const int sender : {from, Transport::kAnyone}) {
         const Key key{sender, tag};
@@ -43,17 +45,18 @@ TcpMessagePtr Inbox::take_receive(int from, int tag) {
     return nullptr;
 }
 
-// Whether a message from this rank that has not begun is needed.
+// Whether a later message from this rank is needed, so that the next one must be read even if it has no receive.
 bool Inbox::is_needed(int from) const {
     return std::any_of(posted_.begin(), posted_.end(), [&](const auto& queue) {
         const int sender = queue.first.first;
         return (sender == from || sender == Transport::kAnyone) &&
                std::any_of(queue.second.begin(), queue.second.end(),
-                           [](const auto& each) { return each->is_awaited || each->reads_ahead; });
+                           [](const auto& receive) { return receive->is_awaited || receive->reads_ahead; });
     });
 }
 
 ArrivalPtr Inbox::begin(int from, int tag, std::size_t bytes) {
+    // 1. Where does the message go? A receive for another length fails, and the message is read into a buffer.
     ArrivalPtr arrival;
     if (TcpMessagePtr receive = take_receive(from, tag)) {
         arrival = std::make_shared<Arrival>(Arrival{from, tag, bytes, receive->data});
@@ -64,6 +67,7 @@ ArrivalPtr Inbox::begin(int from, int tag, std::size_t bytes) {
     } else {
         return nullptr;
     }
+    // 2. Without a receive it needs a buffer.
     if (!arrival->receive) {
         arrival->buffer.reset(new std::byte[std::max<std::size_t>(bytes, 1)]);
         arrival->data = arrival->buffer.get();
@@ -72,6 +76,7 @@ ArrivalPtr Inbox::begin(int from, int tag, std::size_t bytes) {
     return arrival;
 }
 
+// The message of a receive is complete.
 void Inbox::finish(const TcpMessagePtr& receive, const Arrival& arrival) {
     if (!accepts(*receive, arrival.from, arrival.bytes)) return;
     if (arrival.bytes && receive->data != arrival.data) std::memcpy(receive->data, arrival.data, arrival.bytes);
@@ -80,17 +85,18 @@ void Inbox::finish(const TcpMessagePtr& receive, const Arrival& arrival) {
 }
 
 void Inbox::complete(Arrival& arrival) {
-    filling_.remove_if([&](const ArrivalPtr& each) { return each.get() == &arrival; });
+    filling_.remove_if([&](const ArrivalPtr& filling) { return filling.get() == &arrival; });
     arrival.is_complete = true;
-    if (const TcpMessagePtr& receive = arrival.receive ? arrival.receive : arrival.claimed_by) finish(receive, arrival);
+    if (const TcpMessagePtr& receive = arrival.receive ? arrival.receive : arrival.late_receive)
+        finish(receive, arrival);
 }
 
 void Inbox::post(const TcpMessagePtr& receive) {
-    const auto is_meant = [&](const auto& each) {
-        return each.first.second == receive->tag &&
-               (receive->peer == Transport::kAnyone || each.first.first == receive->peer);
+    const auto matches = [&](const auto& queue) {
+        const auto [from, tag] = queue.first;
+        return tag == receive->tag && (receive->peer == Transport::kAnyone || from == receive->peer);
     };
-    const auto queue = std::find_if(unexpected_.begin(), unexpected_.end(), is_meant);
+    const auto queue = std::find_if(unexpected_.begin(), unexpected_.end(), matches);
     if (queue == unexpected_.end() || !take(receive->claim)) {
         posted_[{receive->peer, receive->tag}].push_back(receive);
         expected_ += receive->bytes;
@@ -100,7 +106,7 @@ void Inbox::post(const TcpMessagePtr& receive) {
     if (arrival->is_complete)
         finish(receive, *arrival);
     else
-        arrival->claimed_by = receive;
+        arrival->late_receive = receive;
 }
 
 void Inbox::withdraw(const TcpMessagePtr& receive) {
@@ -109,50 +115,35 @@ void Inbox::withdraw(const TcpMessagePtr& receive) {
         queue = queue->second.empty() ? posted_.erase(queue) : std::next(queue);
     }
     for (const ArrivalPtr& arrival : filling_) {
-        if (arrival->claimed_by == receive) arrival->claimed_by = nullptr;
+        if (arrival->late_receive == receive) arrival->late_receive = nullptr;
         if (arrival->receive != receive) continue;
-        arrival->receive = nullptr;  // the rest of the message is dropped
+        arrival->receive = nullptr;  // the rest of the message goes to a buffer that nothing reads
         arrival->buffer.reset(new std::byte[arrival->bytes]);
         arrival->data = arrival->buffer.get();
     }
 }
 
 void Inbox::fail(int from, const Failure& error) {
-    for (auto queue = posted_.begin(); queue != posted_.end();) {
-        const bool is_meant = queue->first.first == from;
-        for (const TcpMessagePtr& each : queue->second) {
-            if (!is_meant) break;
-            fail_message(*each, error);
-            expected_ -= each->bytes;
-        }
-        queue = is_meant ? posted_.erase(queue) : std::next(queue);
-    }
-    for (auto queue = unexpected_.begin(); queue != unexpected_.end();) {
-        if (queue->first.first == from)
-            std::erase_if(queue->second, [](const ArrivalPtr& arrival) { return !arrival->is_complete; });
-        queue = queue->second.empty() ? unexpected_.erase(queue) : std::next(queue);
-    }
-    std::erase_if(filling_, [&](const ArrivalPtr& arrival) {
-        if (arrival->from != from) return false;
-        for (const TcpMessagePtr& each : {arrival->receive, arrival->claimed_by}) {
-            if (each) fail_message(*each, error);
+    const auto fails = [&](int sender) { return sender == from || from == Transport::kAnyone; };
+    std::erase_if(posted_, [&](const auto& queue) {
+        if (!fails(queue.first.first)) return false;
+        for (const TcpMessagePtr& receive : queue.second) {
+            fail_message(*receive, error);
+            expected_ -= receive->bytes;
         }
         return true;
     });
-}
-
-void Inbox::fail_all(const Failure& error) {
-    for (const auto& [key, queue] : posted_) {
-        for (const TcpMessagePtr& each : queue) fail_message(*each, error);
+    for (auto& [key, arrivals] : unexpected_) {
+        if (fails(key.first)) std::erase_if(arrivals, [](const ArrivalPtr& arrival) { return !arrival->is_complete; });
     }
-    for (const ArrivalPtr& arrival : filling_) {
-        for (const TcpMessagePtr& each : {arrival->receive, arrival->claimed_by}) {
-            if (each) fail_message(*each, error);
+    std::erase_if(unexpected_, [](const auto& queue) { return queue.second.empty(); });
+    std::erase_if(filling_, [&](const ArrivalPtr& arrival) {
+        if (!fails(arrival->from)) return false;
+        for (const TcpMessagePtr& receive : {arrival->receive, arrival->late_receive}) {
+            if (receive) fail_message(*receive, error);
         }
-    }
-    posted_.clear();
-    filling_.clear();
-    expected_ = 0;
+        return true;
+    });
 }
 
 }  // namespace dist_prims

@@ -1,11 +1,13 @@
-// A lane: the connections of one rank to the others for one kind of messages, and the waits for these messages.
+// A lane: the connections of one rank to the others for one kind of messages (data, or control), and the waits for
+// these messages. TcpTransport has one lane of each kind, and passes messages to it.
 //
-// Whichever thread waits moves the messages of all: it polls, then sleeps, until a connection is readable or writable
-// and then reads and writes. So a message wakes one thread, the one that needs it. While no thread waits, the
-// transport's own thread takes over (see transport.h).
+// Each thread that waits moves the messages of all threads: it polls, then sleeps, until a connection is readable or
+// writable, and then reads and writes. So a message wakes one thread, the thread that needs it. While no thread waits,
+// the transport's own thread moves the messages (see transport.h).
 //
-// A connection is opened by the first message to a rank. A rank that waits for a message from a rank with which it has
-// no connection opens one too, since only a connection tells that the other side has gone.
+// A connection carries messages in one direction, so two ranks may have two. An outgoing connection is opened by the
+// first message to a rank. It is opened as well by a wait for a message from a rank that has not connected to this one:
+// only a connection shows that the rank has gone.
 #pragma once
 
 #include <chrono>
@@ -41,7 +43,7 @@ public:
     void send(const TcpMessagePtr& message);
     void receive(const TcpMessagePtr& message);
 
-    // Throws TransportError if the message has failed.
+    // For LaneRequest: see Transport::TransportRequest. wait() throws TransportError if the message has failed.
     WaitResult wait(TcpMessage& message, std::chrono::milliseconds limit);
     bool is_done(const TcpMessage& message);  // or has failed
     int source(const TcpMessage& message);
@@ -51,73 +53,73 @@ public:
 
     // Opens a connection to a rank if there is none.
     void open(int peer);
-    // A connection that another rank has opened.
+    // Takes a connection that another rank has opened, after its greeting.
     void add(int peer, Socket socket);
-    // Marks on the connections to other ranks that this rank leaves, on later ones too. Waits until the kernel has
-    // taken what was sent, but not for longer than `limit`.
+    // Marks on the connections to other ranks that this rank leaves, also on connections that are opened later. Waits
+    // until the kernel has taken what was sent, but not for longer than `limit`.
     void leave(std::chrono::milliseconds limit);
     // A rank whose connection to this one has ended although it has not left; kAnyone if there is none.
     int dead_rank();
     // Why a connection could not be opened for a message, where descriptors or ports were used up; else empty.
     std::string refusal();
-    // The peers of which is_unanswered() holds.
-    std::set<int> unanswering();
+    std::set<int> unanswering();                      // see Transport
     std::map<int, Transport::Delivered> delivered();  // see Transport
-    // Fails all messages, also future ones.
+    // Fails all messages, also future ones, and closes all connections.
     void close(const std::string& reason);
 
     // Moves messages as far as possible without waiting.
     void progress();
     // Readable while progress() has something to do.
-    int descriptor() const { return events_.descriptor(); }
-    // Whether much is to be sent or received that the kernel's buffers do not hold.
+    int descriptor() const { return epoll_.descriptor(); }
+    // Whether more is to be sent or received than the kernel's buffers hold.
     bool is_loaded();
-    // Whether no thread waits, and none has since `waits`, the number of waits so far, which is brought up to date.
+    // Whether no thread waits, and none has waited since `waits`, the number of waits so far, which is updated.
     bool is_idle_since(std::uint64_t& waits);
 
 private:
     struct Outgoing {
         OutgoingConnection connection;
-        bool is_full = false;  // the kernel's buffer: the connection is watched for space
+        bool is_full = false;  // the kernel's buffer is full: epoll reports when it has space
     };
     struct Incoming {
         IncomingConnection connection;
-        bool is_watched = true;
+        bool is_watched = true;  // by epoll; false: the connection has stalled, see IncomingConnection::is_stalled()
     };
-    struct Gone {
+    struct EndedConnection {
         Failure failure;
-        Clock::time_point since;
+        Clock::time_point ended_at;
     };
-    class AwaitedScope;
-    class Guard;
+    class LockAndFree;
 
+    // All are called under the lock; sleep_and_move() unlocks while it sleeps.
     Outgoing* outgoing(int peer, bool has_message);
-    void flush(int peer);
+    void write_to(int peer);
     void end_outgoing(int peer, const Failure& failure);
-    void read(int peer);
-    void resume(int peer);
-    void check_peer(TcpMessage& message);
+    void read_from(int peer);
+    void read_stalled(int peer);
+    void check_sender(TcpMessage& message);
     void check_open() const;
     bool has_unsent() const;
-    std::vector<TcpMessagePtr> take_ended_and_given_up();
-    bool move(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds limit, const TcpMessage* own = nullptr);
-    void handle(const epoll_event& event);
+    std::vector<TcpMessagePtr> take_finished();
+    bool sleep_and_move(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds limit,
+                        const TcpMessage* own = nullptr);
+    void handle_event(const epoll_event& event);
 
     const Connect connect_;
     const OnGone on_gone_;
-    const Socket events_;  // of epoll
+    const Socket epoll_;  // the descriptor of an epoll instance, which watches all connections and waiting_
 
     std::mutex mutex_;                  // of all below
-    std::map<int, Outgoing> outgoing_;  // by peer
+    std::map<int, Outgoing> outgoing_;  // by peer, as are the next three
     std::map<int, Incoming> incoming_;
-    std::map<int, Gone> gone_;      // ranks to which nothing can be sent any more
-    std::map<int, Failure> ended_;  // ranks from which nothing can come any more, and why
+    std::map<int, EndedConnection> ended_outgoing_;  // nothing can be sent to these peers any more
+    std::map<int, Failure> ended_incoming_;          // nothing can come from these peers any more
     bool is_leaving_ = false;
     int dead_rank_ = Transport::kAnyone;  // see dead_rank()
     std::string refusal_;                 // see refusal()
     Inbox inbox_;
-    std::vector<TcpMessagePtr> given_up_;  // sent in part, with an owner
-    std::string closed_;                   // why; empty as long as the lane is open
+    std::vector<TcpMessagePtr> given_up_;  // released by the caller after a part was sent; each has an owner
+    std::string close_reason_;             // empty as long as the lane is open
     WaitingThreads<TcpMessage> waiting_;
     Polling polling_;
 };

@@ -1,3 +1,6 @@
+// The functions of TcpTransport fall into two parts. The threads of the program, through RemotePeers, call the
+// functions of the interface: each passes a message to the lane of its tag. run() and the functions after it belong to
+// the transport's own thread, which sleeps in poll() until there is something to accept, to read or to write.
 #include "transport.h"
 
 #include <poll.h>
@@ -13,10 +16,11 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr auto kTimeToGreet = 30s;
-constexpr auto kTimeToLeave = 1s;  // passes only where a peer does not read
+constexpr auto kTimeToGreet = 30s;  // a connection without a greeting is then closed
+constexpr auto kTimeToLeave = 1s;   // passes only where a peer does not read
 constexpr std::size_t kMaxNewcomers = 1024;
-constexpr std::chrono::milliseconds kNoLimit{-1}, kRetry = 1s;
+constexpr std::chrono::milliseconds kNoLimit{-1};  // as poll() takes it
+constexpr std::chrono::milliseconds kRetry = 1s;   // between two attempts to accept, and before a refusal is reported
 
 }  // namespace
 
@@ -38,27 +42,28 @@ OutgoingConnection TcpTransport::connect(int peer, LaneKind kind) const {
 }
 
 Transport::Handle TcpTransport::send(int to, int tag, const std::byte* data, std::size_t bytes, Owner owner) {
-    auto* const place = const_cast<std::byte*>(data);  // a send only reads it
-    const auto message = std::make_shared<TcpMessage>(TcpMessage{true, to, tag, place, bytes, std::move(owner)});
+    auto* const memory = const_cast<std::byte*>(data);  // a send only reads it
+    const auto message = std::make_shared<TcpMessage>(TcpMessage{true, to, tag, memory, bytes, std::move(owner)});
     TcpLane& lane = lane_of(tag);
     lane.send(message);
     return std::make_unique<LaneRequest<TcpLane, TcpMessagePtr>>(*this, lane, message);
 }
 
 Transport::Handle TcpTransport::receive(int from, int tag, std::byte* data, std::size_t bytes, Owner owner) {
-    return post({false, from, tag, data, bytes, std::move(owner)});
+    return post_receive({false, from, tag, data, bytes, std::move(owner)});
 }
 
 Transport::Handle TcpTransport::receive_from_any(int tag, std::byte* data, std::size_t bytes, Owner owner,
                                                  const ClaimPtr& claim) {
     TcpMessage receive{false, kAnyone, tag, data, bytes, std::move(owner)};
     receive.claim = claim;
-    return post(std::move(receive));
+    return post_receive(std::move(receive));
 }
 
-Transport::Handle TcpTransport::post(TcpMessage receive) {
+Transport::Handle TcpTransport::post_receive(TcpMessage receive) {
     receive.may_be_shorter = tags_.is_agreement(receive.tag);
-    receive.reads_ahead = receive.tag <= tags_.largest_of_users();  // a user may only ask whether it is done
+    // A user may only ask at intervals whether a receive is done, without a thread that waits for it.
+    receive.reads_ahead = receive.tag <= tags_.largest_of_users();
     const auto message = std::make_shared<TcpMessage>(std::move(receive));
     TcpLane& lane = lane_of(message->tag);
     lane.receive(message);
@@ -76,9 +81,9 @@ int TcpTransport::dead_rank() {
 }
 
 std::vector<int> TcpTransport::unanswering() {
-    std::set<int> found = data_.unanswering();
-    found.merge(control_.unanswering());
-    return {found.begin(), found.end()};
+    std::set<int> ranks = data_.unanswering();
+    ranks.merge(control_.unanswering());
+    return {ranks.begin(), ranks.end()};
 }
 
 std::string TcpTransport::refusal(bool now) {
@@ -96,27 +101,31 @@ void TcpTransport::move_in_background() {
     if (data_.is_loaded()) mover_.ask();
 }
 
+// The body of the transport's thread.
 void TcpTransport::run() {
     while (!mover_.is_stopping()) {
-        const bool has_data = mover_.moves();  // this thread moves the messages of the data lane
+        // 1. Sleep until a descriptor is readable, or until it is time to look again whether other threads wait.
+        const bool moves_data = mover_.moves();  // this thread moves the messages of the data lane
         std::vector<pollfd> watched{{mover_.descriptor(), POLLIN, 0},
                                     {may_accept_ ? endpoint_.listening.descriptor() : -1, POLLIN, 0},
                                     {control_.descriptor(), POLLIN, 0},
-                                    {has_data ? data_.descriptor() : -1, POLLIN, 0}};
-        for (const Newcomer& each : newcomers_) watched.push_back({each.socket.descriptor(), POLLIN, 0});
-        auto sleep = has_data ? kNoLimit : mover_.until_look();
-        if (has_data && !(newcomers_.empty() && may_accept_)) sleep = kRetry;
+                                    {moves_data ? data_.descriptor() : -1, POLLIN, 0}};
+        for (const Newcomer& newcomer : newcomers_) watched.push_back({newcomer.socket.descriptor(), POLLIN, 0});
+        auto sleep = moves_data ? kNoLimit : mover_.until_look();
+        if (moves_data && !(newcomers_.empty() && may_accept_)) sleep = kRetry;
         ::poll(watched.data(), watched.size(), static_cast<int>(sleep.count()));
         if (mover_.is_stopping()) return;
-        if (watched[1].revents || !may_accept_) accept();
+        // 2. Accept connections, and move the messages of the control lane.
+        if (watched[1].revents || !may_accept_) accept_newcomers();
         if (watched[2].revents) control_.progress();
         if (!newcomers_.empty()) read_greetings();
+        // 3. Move the messages of the data lane, unless another thread has begun to wait for them.
         mover_.look(data_, watched[0].revents != 0);
-        if (has_data && mover_.moves() && watched[3].revents) data_.progress();
+        if (moves_data && mover_.moves() && watched[3].revents) data_.progress();
     }
 }
 
-void TcpTransport::accept() {
+void TcpTransport::accept_newcomers() {
     try {
         while ((may_accept_ = newcomers_.size() < kMaxNewcomers)) {
             std::optional<Socket> accepted = accept_from(endpoint_.listening);
@@ -125,9 +134,10 @@ void TcpTransport::accept() {
             if (!accepted) return;
             newcomers_.push_back({std::move(*accepted), TcpLane::Clock::now()});
         }
-    } catch (const std::system_error&) {  // too many descriptors: some may be closed soon
-        pollfd newcomer{endpoint_.listening.descriptor(), POLLIN, 0};
-        may_accept_ = ::poll(&newcomer, 1, 0) == 0;  // the kernel looks for a descriptor before it looks for newcomers
+    } catch (const std::system_error&) {  // no descriptor is left; some may be closed soon
+        // accept() fails for want of a descriptor even if no connection waits. Only a waiting connection is refused.
+        pollfd listening{endpoint_.listening.descriptor(), POLLIN, 0};
+        may_accept_ = ::poll(&listening, 1, 0) == 0;
         const auto now = TcpLane::Clock::now();
         if (may_accept_)
             refuses_since_ = {};
@@ -138,18 +148,21 @@ void TcpTransport::accept() {
     }
 }
 
+// A newcomer whose greeting is over, or late, is removed. Its socket is then closed, unless a lane has taken it.
 void TcpTransport::read_greetings() {
-    const auto latest = TcpLane::Clock::now() - kTimeToGreet;
-    newcomers_.remove_if([&](Newcomer& each) { return !read_greeting(each) || each.since < latest; });
+    const auto earliest = TcpLane::Clock::now() - kTimeToGreet;
+    newcomers_.remove_if(
+        [&](Newcomer& newcomer) { return !awaits_greeting(newcomer) || newcomer.accepted_at < earliest; });
 }
 
-// Returns false when the greeting has been dealt with, or will not come.
-bool TcpTransport::read_greeting(Newcomer& newcomer) {
-    auto* const bytes = reinterpret_cast<std::byte*>(&newcomer.greeting);
-    const SocketPart rest{bytes + newcomer.bytes, sizeof(Greeting) - newcomer.bytes};
+// Reads what has come of a greeting. If the greeting is complete and valid, its lane takes the connection. Returns
+// whether more of the greeting may come.
+bool TcpTransport::awaits_greeting(Newcomer& newcomer) {
+    auto* const memory = reinterpret_cast<std::byte*>(&newcomer.greeting);
+    const SocketPart rest{memory + newcomer.greeting_bytes, sizeof(Greeting) - newcomer.greeting_bytes};
     const SocketResult result = read_some(newcomer.socket, &rest, 1);
-    newcomer.bytes += result.bytes;
-    if (newcomer.bytes < sizeof(Greeting)) return result.error.empty();
+    newcomer.greeting_bytes += result.bytes;
+    if (newcomer.greeting_bytes < sizeof(Greeting)) return result.error.empty();
     const Greeting& greeting = newcomer.greeting;
     if (greeting.is_valid(rank_, endpoint_.key, static_cast<int>(endpoint_.addresses.size()), kLanes))
         (greeting.lane == kData ? data_ : control_).add(greeting.rank, std::move(newcomer.socket));

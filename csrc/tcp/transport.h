@@ -1,17 +1,17 @@
-// The messages between hosts over TCP, in this library's own protocol.
+// The messages between hosts over TCP, in this library's own protocol: an implementation of Transport (see
+// ../net/transport.h), which RemotePeers calls.
 //
-// gloo has a thread that reads all sockets and wakes the thread that waits, and it sends no message before the receiver
-// has said that it expects it. Here the thread that waits reads the sockets itself, and a message is sent at once: one
-// thread is woken for a message, where gloo wakes three.
+// There are two lanes. A lane is the connections to the other ranks for one kind of messages (see lane.h):
 //
-// There are two lanes, each with connections of its own:
+//     data      the messages of collectives and users; the threads that wait for these messages read and write
+//     control   notices and diagnosis (see ../net/tags.h); the transport's own thread reads and writes
 //
-//     data      is read by the threads that wait for its messages
-//     control   notices and diagnosis (see net/tags.h); is always read by the transport's thread
+// The transport's thread also accepts connections and checks their greetings. It moves the messages of the data lane
+// while no other thread waits for one (see background_mover.h), so a rank that computes still receives and sends.
 //
-// The transport's thread also accepts connections and checks their greetings. When no other thread has waited for the
-// messages of the data lane for a moment, or one that is about to wait for something else asks for it, it moves these,
-// too: a rank that computes still receives and sends.
+// gloo has a thread that reads all sockets and wakes the thread that waits, and it sends a message only after the
+// receiver has announced its receive. Here the waiting thread reads the sockets itself, and a message is sent at once.
+// So a message wakes one thread, where it wakes three in gloo.
 #pragma once
 
 #include <atomic>
@@ -28,13 +28,12 @@
 
 namespace dist_prims {
 
-// What a rank needs to begin: a non-blocking socket at which it listens, the addresses of all ranks by rank, as
-// connect_to() takes them, and the key of the group (see greeting.h).
+// What a rank needs to connect to the others. Python makes it (see dist_prims/backend/transport_selection.py).
 struct TcpEndpoint {
-    Socket listening;
-    std::vector<std::string> addresses{};
-    std::string key{};
-    bool polls = false;  // see Polling
+    Socket listening;                      // non-blocking; the other ranks connect to it
+    std::vector<std::string> addresses{};  // by rank, as connect_to() takes them
+    std::string key{};                     // of the group: see greeting.h
+    bool polls = false;                    // whether the ranks have cores enough to poll: see Polling
 };
 
 class TcpTransport : public Transport {
@@ -43,9 +42,9 @@ public:
 
     using OnClose = std::function<void(const std::string& reason)>;
 
-    // `on_close` is called when the transport has closed all its connections because a time limit has passed. `on_gone`
-    // is called by any thread, once or twice, when the connection to or from a rank has ended on the control lane; it
-    // must not call the transport.
+    // `on_close`: called by the thread in whose wait the time limit has passed, after all connections were closed.
+    // `on_gone`: called by any thread when a connection of the control lane has ended: at most once for the connection
+    // to a rank, and once for the connection from it. It must not call the transport.
     TcpTransport(TcpEndpoint endpoint, int rank, OnClose on_close = nullptr, TcpLane::OnGone on_gone = nullptr);
     ~TcpTransport() override;
     TcpTransport(const TcpTransport&) = delete;
@@ -64,38 +63,41 @@ public:
 
     // Opens a connection to a rank on the control lane, so that the end of the rank is noticed.
     void watch(int peer) { control_.open(peer); }
-    // Fails all messages, also future ones, and closes all connections.
+    // Fails all messages, also future ones, and closes all connections. Any thread may call it.
     void close(const std::string& reason);
 
 private:
     enum LaneKind { kData, kControl, kLanes };
-    // A connection whose greeting has not come yet.
+    // A connection that has been accepted and whose greeting is not complete.
     struct Newcomer {
         Socket socket;
-        TcpLane::Clock::time_point since;
-        std::size_t bytes = 0;
+        TcpLane::Clock::time_point accepted_at;
+        std::size_t greeting_bytes = 0;  // that have been read
         Greeting greeting{};
     };
 
     TcpLane& lane_of(int tag) { return tags_.is_control(tag) ? control_ : data_; }
-    Handle post(TcpMessage receive);
+    Handle post_receive(TcpMessage receive);
     OutgoingConnection connect(int peer, LaneKind kind) const;
+
+    // For the transport's thread:
     void run();
-    void accept();
+    void accept_newcomers();
     void read_greetings();
-    bool read_greeting(Newcomer& newcomer);
+    bool awaits_greeting(Newcomer& newcomer);
 
     const Tags tags_{kLargestTag};
     const TcpEndpoint endpoint_;
     const int rank_;
     const OnClose on_close_;
     TcpLane data_, control_;
-    std::atomic<bool> is_refusing_{false};   // no descriptor is left for a connection
-    std::atomic<bool> is_exhausted_{false};  // this has been so for a while
+    std::atomic<bool> is_refusing_{false};   // no descriptor is left for a connection that another rank has opened
+    std::atomic<bool> is_exhausted_{false};  // none has been left for kRetry
 
-    std::list<Newcomer> newcomers_;  // this and the next two belong to the thread
-    bool may_accept_ = true;
-    TcpLane::Clock::time_point refuses_since_{};
+    // These three belong to the transport's thread.
+    std::list<Newcomer> newcomers_;
+    bool may_accept_ = true;                      // false: accept_newcomers() is tried again at intervals
+    TcpLane::Clock::time_point refuses_since_{};  // zero: this rank is not refusing connections
     BackgroundMover mover_;
 };
 

@@ -1,5 +1,8 @@
-// The threads that wait for messages of a lane, and the eventfd that ends the sleep of those whose waits are over. The
-// lock of the lane guards all of it.
+// The threads that wait for messages of a lane, and an eventfd that ends their sleep. A lane over TCP and a lane over
+// UCX have one each, which their lock guards.
+//
+// All threads of a lane sleep in epoll, or poll, on the same descriptors. When a thread has moved the message of
+// another thread, it makes the eventfd readable. The threads then look at their own messages, and go on or sleep again.
 #pragma once
 
 #include <sys/eventfd.h>
@@ -22,11 +25,12 @@ public:
     class Scope {
     public:
         Scope(WaitingThreads& threads, Message& message) : threads_(threads), message_(message) {
+            message.is_awaited = true;
             threads.awaited_.push_back(&message);
             ++threads.waits_;
         }
         ~Scope() {
-            message_.is_aborted = false;
+            message_.is_aborted = message_.is_awaited = false;
             std::erase(threads_.awaited_, &message_);
             threads_.wake_others();
         }
@@ -44,10 +48,10 @@ public:
 
     // Readable while the wait of some thread is over.
     int descriptor() const { return wake_.descriptor(); }
-    // Wakes the threads whose waits are over, but the one that waits for `own`: each leaves when it sees its message.
+    // Wakes the threads whose waits are over, but for the calling thread, which waits for `own`.
     void wake_others(const Message* own = nullptr) {
-        const bool wake = std::any_of(awaited_.begin(), awaited_.end(), [&](const Message* each) {
-            return each != own && (each->is_done || each->is_aborted || !each->error.empty());
+        const bool wake = std::any_of(awaited_.begin(), awaited_.end(), [&](const Message* message) {
+            return message != own && (message->is_done || message->is_aborted || !message->error.empty());
         });
         eventfd_t count = 0;
         if (std::exchange(is_wake_set_, wake) == wake) return;
@@ -56,15 +60,15 @@ public:
         else
             ::eventfd_read(wake_.descriptor(), &count);
     }
-    // Whether no thread waits, and none has since `waits`, the number of waits so far, which is brought up to date.
+    // Whether no thread waits, and none has waited since `waits`, the number of waits so far, which is updated.
     bool is_none_since(std::uint64_t& waits) const {
         return std::exchange(waits, waits_) == waits_ && awaited_.empty();
     }
 
 private:
     const Socket wake_;
-    std::vector<Message*> awaited_;  // by a thread each
-    bool is_wake_set_ = false;
+    std::vector<Message*> awaited_;  // one for each waiting thread
+    bool is_wake_set_ = false;       // the eventfd is readable
     std::uint64_t waits_;
 };
 

@@ -30,6 +30,7 @@ struct Message {
     bool has_other_length = false;  // the kind of the error: the message has another length than the receive
     bool is_unreachable = false;    // the kind of the error: no device of UCX leads to the peer
     bool is_aborted = false;        // the next wait, or the current one, returns early
+    bool is_awaited = false;        // by a thread; see WaitingThreads
 };
 using MessagePtr = std::shared_ptr<Message>;
 
