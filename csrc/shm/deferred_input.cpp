@@ -41,7 +41,7 @@ std::vector<DeferredInput::Run> DeferredInput::runs(Range range) const {
     return runs;
 }
 
-void DeferredInput::settle(DType dtype, std::byte* mapped) const {
+void DeferredInput::copy_pieces(DType dtype, std::byte* mapped) const {
     for (const Piece& piece : pieces_) {
         if (!piece.data) throw std::logic_error("part of the data is summed already, and cannot be sent again");
         scale(dtype, mapped + piece.at.begin, piece.data, piece.factor,

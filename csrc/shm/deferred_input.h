@@ -49,8 +49,8 @@ public:
     // All runs of a range, in order.
     std::vector<Run> runs(Range range) const;
 
-    // Copies the pieces into the shared tensor. No piece may have been reduced yet.
-    void settle(DType dtype, std::byte* mapped) const;
+    // Copies the pieces into the shared tensor, which is `mapped`. No piece may have been reduced yet.
+    void copy_pieces(DType dtype, std::byte* mapped) const;
 
 private:
     std::vector<Piece> pieces_;  // in the order of their ranges

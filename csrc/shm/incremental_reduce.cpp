@@ -21,35 +21,35 @@ IncrementalReduce::IncrementalReduce(std::byte* data, std::size_t bytes, DType d
       bytes_(bytes),
       dtype_(dtype),
       rank_(rank),
-      share_(share_of(static_cast<std::size_t>(rank), static_cast<std::size_t>(size), bytes)),
+      own_share_(share_of(static_cast<std::size_t>(rank), static_cast<std::size_t>(size), bytes)),
       budget_(std::move(budget)) {}
 
 IncrementalReduce::~IncrementalReduce() {
     if (!exporter_.is_of_this_process()) return;  // in a forked child another thread may have had the lock
     try {
-        if (is_published()) abandon();
+        if (is_published()) withdraw_data();
     } catch (const std::system_error&) {  // a destructor cannot report it
     }
 }
 
 void IncrementalReduce::put(std::size_t number, const DeferredInput::Piece& piece) {
     const std::lock_guard lock(mutex_);
-    // 1. Publish the parts in front of and behind the deferred part, which is empty if the budget is used up.
+    // 1. Copy the parts in front of and behind the deferred part, which is empty if the budget is used up.
     const std::size_t bytes = piece.at.end - piece.at.begin;
-    DeferredInput::Piece own = piece.within(share_);
+    DeferredInput::Piece own = piece.within(own_share_);
     const bool defers = !own.at.empty() && budget_->used + bytes <= budget_->limit;
-    const Range kept = defers ? own.at : Range{piece.at.end, piece.at.end};
-    for (const Range part : {Range{piece.at.begin, kept.begin}, Range{kept.end, piece.at.end}}) {
-        if (!part.empty()) publish(piece.within(part));
+    const Range deferred = defers ? own.at : Range{piece.at.end, piece.at.end};
+    for (const Range part : {Range{piece.at.begin, deferred.begin}, Range{deferred.end, piece.at.end}}) {
+        if (!part.empty()) copy_to_shared(piece.within(part));
     }
-    // 2. Stamp: from now on the owners of the other parts may reduce them.
+    // 2. Stamp the piece: from now on the other ranks may reduce the parts in their shares.
     stamps_.set(number, round_);
     has_put_ = true;
-    // 3. Keep the deferred part. Its owner gives the budget back.
+    // 3. Keep the deferred part. When it is destroyed, its owner gives the budget back and frees the piece.
     if (defers) {
         budget_->used += bytes;
         own.owner = {piece.data, [owner = piece.owner, budget = budget_, bytes](auto) { budget->used -= bytes; }};
-        waiting_.push_back({number, std::move(own)});
+        deferred_.push_back({number, std::move(own)});
     }
     fold_ready_pieces();
 }
@@ -59,9 +59,9 @@ void IncrementalReduce::progress() {
     fold_ready_pieces();
 }
 
-// Writes a part into the shared tensor. A large part is written past the cache, because only other ranks read it; for a
-// small part that takes longer than it saves.
-void IncrementalReduce::publish(const DeferredInput::Piece& piece) {
+// Writes a part, times its factor, into the shared tensor. A large part is written past the cache, because only other
+// ranks read it; for a small part that takes longer than it saves.
+void IncrementalReduce::copy_to_shared(const DeferredInput::Piece& piece) {
     constexpr std::size_t kSmall = 64 * 1024;
     const std::size_t bytes = piece.at.end - piece.at.begin;
     if (bytes < kSmall) return scale(dtype_, data_ + piece.at.begin, piece.data, piece.factor, bytes / size_of(dtype_));
@@ -75,13 +75,13 @@ void IncrementalReduce::publish(const DeferredInput::Piece& piece) {
 }
 
 void IncrementalReduce::fold_ready_pieces() {
-    if (mapped_.empty() || waiting_.empty()) return;
+    if (mapped_.empty() || deferred_.empty()) return;
     InPlace in_place(rank_, dtype_, Op::kSum, mapped_.places);
     const TraceSpan span(TraceKind::kReduce);
-    std::erase_if(waiting_, [&](const WaitingPiece& waiting) {
-        if (!all_stamps_.are_set(waiting.number, round_)) return false;
-        in_place.fold_deferred(waiting.piece);
-        done_.push_back(waiting.piece.at);
+    std::erase_if(deferred_, [&](const DeferredPiece& deferred) {
+        if (!all_stamps_.are_set(deferred.number, round_)) return false;
+        in_place.fold_deferred(deferred.piece);
+        reduced_.push_back(deferred.piece.at);
         return true;
     });
     end_past_cache();
@@ -97,51 +97,52 @@ void IncrementalReduce::discard() {
     take_pieces();
 }
 
-// The pieces of this round: with data if they are not reduced yet.
+// Removes and returns the pieces of this round: with data if they are not reduced yet.
 DeferredInput IncrementalReduce::take_pieces() {
-    DeferredInput deferred;
-    for (WaitingPiece& waiting : waiting_) deferred.add(std::move(waiting.piece));
-    for (const Range& range : done_) deferred.add({range});
-    waiting_.clear();
-    done_.clear();
+    DeferredInput pieces;
+    for (DeferredPiece& deferred : deferred_) pieces.add(std::move(deferred.piece));
+    for (const Range& range : reduced_) pieces.add({range});
+    deferred_.clear();
+    reduced_.clear();
     has_put_ = false;
-    return deferred;
+    return pieces;
 }
 
 void IncrementalReduce::finish(HostSegment& host_segment) {
-    undo_on_failure([&] { run_collective(host_segment); }, [this] { abandon(); });
+    undo_on_failure([&] { run_collective(host_segment); }, [this] { withdraw_data(); });
 }
 
 void IncrementalReduce::run_collective(HostSegment& host_segment) {
-    // 1. The first phase compares the rounds of all ranks (in the call), and exchanges where the stamps are.
+    // 1. The first phase compares the calls of all ranks, of which the round is a part, and tells where the stamps are.
     stamps_.announce(host_segment.slots);
     host_segment.slots.phase();
     const auto announced = Stamps::announced(host_segment.slots);
-    // 2. Map all tensors and all stamps, or none. Take the pieces: from now on no other thread reduces them.
+    // 2. Map all tensors and all stamps, or none if some rank cannot map one. Take the pieces: from now on no other
+    // thread reduces them.
     MappedTensors mapped = map_tensors(host_segment, tensor_refs_of(host_segment.slots), data_);
     Stamps::All stamps = mapped.empty() ? Stamps::All{} : stamps_.map_tensors(host_segment, announced);
     if (stamps.mapped.empty()) mapped = {};
-    const DeferredInput deferred = close_round(mapped, std::move(stamps));
-    // 3. Reduce what remains, in place or through the slots.
+    const DeferredInput pieces = begin_next_round(mapped, std::move(stamps));
+    // 3. Reduce what is not reduced yet: in the mapped tensors, or through the slots if there are none.
     if (mapped.empty()) {
-        deferred.settle(dtype_, data_);
+        pieces.copy_pieces(dtype_, data_);
         all_reduce_by_slots(host_segment.slots, dtype_, Op::kSum, data_, data_, bytes_ / size_of(dtype_));
     } else {
-        InPlace(rank_, dtype_, Op::kSum, mapped.places).fold_share(bytes_, deferred);
+        InPlace(rank_, dtype_, Op::kSum, mapped.places).fold_share(bytes_, pieces);
         finish_in_place(host_segment, data_, bytes_);
     }
 }
 
 // Ends the sum after a failure: no rank writes to the data of another rank after this.
-void IncrementalReduce::abandon() {
+void IncrementalReduce::withdraw_data() {
     const std::lock_guard lock(mutex_);
     take_pieces();
     mapped_ = {};
     exporter_.withdraw(data_, bytes_);
 }
 
-// Begins the next round, and returns the pieces of this one. All ranks know the same mappings, so all or none throw.
-DeferredInput IncrementalReduce::close_round(const MappedTensors& mapped, Stamps::All stamps) {
+// Begins the next round, and returns the pieces of the last. All ranks know the same mappings, so all or none throw.
+DeferredInput IncrementalReduce::begin_next_round(const MappedTensors& mapped, Stamps::All stamps) {
     const std::lock_guard lock(mutex_);
     if (!mapped_.empty() && mapped.places != mapped_.places) {
         throw std::runtime_error("rank " + std::to_string(rank_) +
@@ -154,9 +155,9 @@ DeferredInput IncrementalReduce::close_round(const MappedTensors& mapped, Stamps
     return take_pieces();
 }
 
-void IncrementalReduce::settle() {
+void IncrementalReduce::copy_deferred() {
     const std::lock_guard lock(mutex_);
-    take_pieces().settle(dtype_, data_);
+    take_pieces().copy_pieces(dtype_, data_);
 }
 
 }  // namespace dist_prims

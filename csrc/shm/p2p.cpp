@@ -372,7 +372,7 @@ bool PointToPoint::progress_until(const Handle& request, Clock::time_point until
         if (wait_policy.wait(shares_core, [&] { return try_progress(request); })) {
             in_time = Clock::now() < until;
             if (!long_wait) long_wait.emplace(membership_.wait_graph());
-            publish_wait(request, *long_wait);
+            publish_in_wait_graph(request, *long_wait);
             check_failures(request, long_wait->diagnosis);
         }
         lock.lock();
@@ -383,7 +383,7 @@ bool PointToPoint::progress_until(const Handle& request, Clock::time_point until
 
 // Publishes the wait of this thread in the wait-for graph. While a background thread waits, the program of this rank
 // continues, so a background thread publishes only the waits of a collective.
-void PointToPoint::publish_wait(const Handle& request, LongWait& long_wait) {
+void PointToPoint::publish_in_wait_graph(const Handle& request, LongWait& long_wait) {
     WaitGraph::Wait wait = wait_edge(request);
     wait.in_background = in_background;
     if (!in_background || wait.in_collective) long_wait.published.set(wait);

@@ -156,7 +156,7 @@ private:
     // Called without the lock.
     Handle post(LocalRequest request);
     bool try_progress(const Handle& request);
-    void publish_wait(const Handle& request, LongWait& long_wait);
+    void publish_in_wait_graph(const Handle& request, LongWait& long_wait);
     void check_failures(const Handle& request, LocalDiagnosis& diagnosis);
     void run_progress();
 

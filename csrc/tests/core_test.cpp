@@ -182,7 +182,7 @@ void incremental_sums(int size, bool reachable) {
         }
         put(1, 2);
         if (reachable) return;  // in the middle of a round
-        incremental.settle();
+        incremental.copy_deferred();
         CHECK(sums[edge(1)] == 2 * static_cast<double>(rank + 1 + edge(1)));
     });
 }

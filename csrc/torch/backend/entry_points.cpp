@@ -317,7 +317,7 @@ WorkPtr PrimsBackend::all_reduce_incremental(const at::Tensor& tensor,
     const auto record = profiler_record("allreduce", async, tensor, tensor);
     CollectiveCall call = builder().all_reduce(tensor, c10d::ReduceOp::SUM);
     if (execution_->schedule_for(Collective::kAllReduce, tensor.nbytes(), -1)) {
-        incremental->settle();  // a schedule was pinned after the sum had begun: copy what is deferred, and run it
+        incremental->copy_deferred();  // a schedule was pinned after the sum had begun: copy what is deferred, and run it
     } else {
         call.incremental = incremental;
         call.announced.set_algorithm("incremental reduce " + std::to_string(number) + ", round " +
