@@ -1,3 +1,7 @@
+// A message is posted by send() or receive(), and ends in wait_until_deadline(). A failure is reported by one function
+// for each kind: the group has ended (check_failures), the message is late (throw_late), the transport has failed the
+// message (throw_broken), or its length was wrong (throw_mismatch_of_length). The first three look for a notice first,
+// because the rank that ended the group knows the cause. end() passes a notice of this rank on to the others.
 #include "remote_peers.h"
 
 #include <algorithm>
@@ -11,24 +15,24 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr auto kTimeToSend = 100ms, kTimeToReceive = 300ms;
-constexpr auto kTick = 50ms;
-constexpr int kIdleTicks = 20;
+constexpr auto kTimeToSend = 100ms, kTimeToReceive = 300ms;  // of notices
+constexpr auto kTick = 50ms;                                 // the ticker aborts waits that are older
+constexpr int kIdleTicks = 20;                               // without a wait; then the ticker sleeps
 constexpr auto kBetweenLooks = 1ms;
-constexpr auto kMomentToFinish = 500ms;  // a rank that has died may have completed its part
-constexpr auto kTransportMargin =
-    1min;  // a transport that times out closes all connections, so this rank must time out first
+constexpr auto kMomentToFinish = 500ms;  // a rank that has died may have completed its part of the call
+// A transport that times out closes all connections, so this rank must time out first.
+constexpr auto kTransportMargin = 1min;
 
-// All ranks of the group but this one.
-std::vector<int> others(const Membership& membership, std::vector<int> remote_ranks) {
+// All ranks of the group but this one: the remote ranks, and the others of this host.
+std::vector<int> all_others(const Membership& membership, std::vector<int> ranks) {
     for (int peer = 0; peer < membership.size(); ++peer) {
-        if (peer != membership.rank()) remote_ranks.push_back(membership.group_rank(peer));
+        if (peer != membership.rank()) ranks.push_back(membership.group_rank(peer));
     }
-    return remote_ranks;
+    return ranks;
 }
 
-// Runs `act`, which may fail with a TransportError, and returns what a signal handler throws in a wait of the
-// transport.
+// Runs `act`, and ignores a TransportError. Returns any other exception: in a wait of the transport a signal handler
+// may throw one, such as a KeyboardInterrupt.
 template <typename Act>
 std::exception_ptr interrupt_of(const Act& act) {
     return caught([&] {
@@ -50,7 +54,7 @@ RemotePeers::RemotePeers(std::unique_ptr<Transport> transport, Membership& membe
       notice_request_(transport_->receive(Transport::kAnyone, tags.notice(),
                                           reinterpret_cast<std::byte*>(&received_notice_), sizeof(received_notice_))),
       diagnosis_(std::make_shared<TimeoutDiagnosis>(
-          *transport_, tags.diagnosis(), membership.group_rank(membership.rank()), others(membership, remote_ranks),
+          *transport_, tags.diagnosis(), membership.group_rank(membership.rank()), all_others(membership, remote_ranks),
           [this](const auto& notice) { on_notice(notice); })) {
     membership_.on_awaited([diagnosis = diagnosis_](int awaited) { diagnosis->answer(awaited); });
 }
@@ -58,8 +62,8 @@ RemotePeers::RemotePeers(std::unique_ptr<Transport> transport, Membership& membe
 RemotePeers::~RemotePeers() {
     {
         const std::lock_guard lock(mutex_);
-        closing_ = true;
-        wakes_.notify_all();
+        is_closing_ = true;
+        ticker_wakes_.notify_all();
     }
     if (ticker_.joinable()) ticker_.join();
     diagnosis_->close();
@@ -69,20 +73,21 @@ RemotePeers::~RemotePeers() {
 // thread for each short wait would cost more than the wait.
 void RemotePeers::run_ticker() {
     std::unique_lock lock(mutex_);
-    for (int idle = 0; !closing_;) {
+    for (int idle = 0; !is_closing_;) {
         if (idle == kIdleTicks) {
-            asleep_ = true;
-            while (!closing_ && asleep_) wait_for_notification(wakes_, lock);
+            is_asleep_ = true;
+            while (!is_closing_ && is_asleep_) wait_for_notification(ticker_wakes_, lock);
         }
-        const auto before = waiting_;
-        wakes_.wait_for(lock, kTick, [this] { return closing_; });
-        for (Transport::TransportRequest* request : waiting_) {
-            if (before.count(request)) request->abort();
+        const auto waits_before = active_waits_;
+        ticker_wakes_.wait_for(lock, kTick, [this] { return is_closing_; });
+        for (Transport::TransportRequest* request : active_waits_) {
+            if (waits_before.count(request)) request->abort();
         }
-        idle = waiting_.empty() ? idle % kIdleTicks + 1 : 0;  // from 1 again after it has slept
+        idle = active_waits_.empty() ? idle % kIdleTicks + 1 : 0;  // 1 after the ticker has slept
     }
 }
 
+// Called by the thread of the diagnosis.
 void RemotePeers::on_notice(const std::optional<Membership::Notice>& notice) {
     if (notice) membership_.give_notice(*notice);
     wake();
@@ -90,39 +95,39 @@ void RemotePeers::on_notice(const std::optional<Membership::Notice>& notice) {
 
 void RemotePeers::wake() {
     const std::lock_guard lock(mutex_);
-    for (Transport::TransportRequest* request : waiting_) request->abort();
+    for (Transport::TransportRequest* request : active_waits_) request->abort();
 }
 
-template <typename Begin>
-RemotePeers::Handle RemotePeers::begin(RemoteRequest request, const Begin& make) {
+template <typename Post>
+RemotePeers::Handle RemotePeers::post(RemoteRequest request, const Post& post_to_transport) {
     request.deadline = Clock::now() + request.timeout;
-    std::optional<BrokenMessage> broken;
+    std::optional<MessageFailure> failure;
     try {
-        request.handle = make();
+        request.handle = post_to_transport();
         return std::make_shared<RemoteRequest>(std::move(request));
     } catch (const Transport::TransportError& error) {
-        broken.emplace(error);
+        failure.emplace(error);
     }
-    throw_broken(request, *broken);
+    throw_broken(request, *failure);
 }
 
 RemotePeers::Handle RemotePeers::send(int to, int tag, const std::byte* data, std::size_t bytes,
                                       std::chrono::milliseconds timeout, Transport::Owner owner) {
-    return begin({nullptr, to, tag, true, bytes, timeout, {}},
-                 [&] { return transport_->send(to, tag, data, bytes, std::move(owner)); });
+    return post({nullptr, to, tag, true, bytes, timeout, {}},
+                [&] { return transport_->send(to, tag, data, bytes, std::move(owner)); });
 }
 
 RemotePeers::Handle RemotePeers::receive(int from, int tag, std::byte* data, std::size_t bytes,
                                          std::chrono::milliseconds timeout, Transport::Owner owner) {
-    return begin({nullptr, from, tag, false, bytes, timeout, {}},
-                 [&] { return transport_->receive(from, tag, data, bytes, std::move(owner)); });
+    return post({nullptr, from, tag, false, bytes, timeout, {}},
+                [&] { return transport_->receive(from, tag, data, bytes, std::move(owner)); });
 }
 
 RemotePeers::Handle RemotePeers::receive_from_any(int tag, std::byte* data, std::size_t bytes,
                                                   std::chrono::milliseconds timeout, Transport::Owner owner,
                                                   const ClaimPtr& claim) {
-    return begin({nullptr, Transport::kAnyone, tag, false, bytes, timeout, {}},
-                 [&] { return transport_->receive_from_any(tag, data, bytes, std::move(owner), claim); });
+    return post({nullptr, Transport::kAnyone, tag, false, bytes, timeout, {}},
+                [&] { return transport_->receive_from_any(tag, data, bytes, std::move(owner), claim); });
 }
 
 void RemotePeers::wait(const Handle& request) {
@@ -132,25 +137,27 @@ void RemotePeers::wait(const Handle& request) {
 bool RemotePeers::wait_until_deadline(const Handle& request) {
     const TraceSpan span(TraceKind::kWait, request->bytes, request->peer);
     for (bool is_due = false;;) {
-        std::optional<BrokenMessage> broken;
+        // 1. Wait until the message is done, or the ticker or a notice aborts the wait.
+        std::optional<MessageFailure> failure;
         try {
-            if (wait_a_while(*request)) {
+            if (wait_until_abort(*request)) {
                 if (request->peer == Transport::kAnyone) request->peer = request->handle->source();
                 request->trace.end(request->outgoing, request->peer, request->bytes);
                 return true;
             }
         } catch (const Transport::LengthError& error) {
-            throw_other_length(*request, error.what());
+            throw_mismatch_of_length(*request, error.what());
         } catch (const Transport::TransportError& error) {
-            broken.emplace(error);
-        } catch (...) {  // Ctrl-C
+            failure.emplace(error);
+        } catch (...) {  // a signal handler has thrown, such as a KeyboardInterrupt
             membership_.give_notice({CommError::Kind::kInterrupted, membership_.group_rank(membership_.rank())});
             throw;
         }
-        if (broken) throw_broken(*request, *broken);
+        if (failure) throw_broken(*request, *failure);
+        // 2. The wait was aborted: look for failures of other ranks.
         check_failures(*request);
-        // An aborted wait does not report a message that has arrived: this rank may have been stopped meanwhile. So it
-        // waits once more.
+        // 3. At the deadline wait once more. If this rank was stopped for a time, its message may have arrived, and an
+        // aborted wait does not report that.
         if (Clock::now() >= request->deadline && std::exchange(is_due, true)) return false;
     }
 }
@@ -173,7 +180,9 @@ void RemotePeers::check(const Handle& request) {
     if (Clock::now() >= request->deadline) throw_late(*request);
 }
 
-bool RemotePeers::wait_a_while(RemoteRequest& request) {
+// Waits until the message is done (true), or the wait is aborted (false).
+bool RemotePeers::wait_until_abort(RemoteRequest& request) {
+    // Registers the wait while it lasts, so that wake() and the ticker can abort it. Starts or wakes the ticker.
     struct ActiveWait {
         RemotePeers& remote;
         Transport::TransportRequest* request;
@@ -183,28 +192,32 @@ bool RemotePeers::wait_a_while(RemoteRequest& request) {
                 remote.ticker_ =
                     start_thread(remote.membership_.own_name() + ": the thread that limits waits for other hosts",
                                  [&remote] { remote.run_ticker(); });
-            if (std::exchange(remote.asleep_, false)) remote.wakes_.notify_all();
-            remote.waiting_.insert(request);
+            if (std::exchange(remote.is_asleep_, false)) remote.ticker_wakes_.notify_all();
+            remote.active_waits_.insert(request);
         }
         ~ActiveWait() {
             const std::lock_guard lock(remote.mutex_);
-            remote.waiting_.erase(request);
+            remote.active_waits_.erase(request);
         }
-    } waiting(*this, request.handle.get());
+    } active_wait(*this, request.handle.get());
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(request.deadline - Clock::now());
     return request.handle->wait(std::max(left, 0ms) + kTransportMargin);
 }
 
-bool RemotePeers::is_over() {
+// Whether there is a notice: of this host, or from another host, which then becomes known on this one.
+bool RemotePeers::look_for_notice() {
     if (!membership_.notice() && notice_request_->is_done()) receive_notice(1ms);
     return membership_.notice().has_value();
 }
 
+// Called at intervals by the thread that waits for the request. Throws if the group has ended, or must end.
 void RemotePeers::check_failures(const RemoteRequest& request) {
-    is_over();
-    check_refusal(false, [&] { return text(request, ""); });
+    look_for_notice();  // the last line throws it
+    throw_if_exhausted(false, [&] { return text(request, ""); });
     if (tags.is_collective(request.tag)) slow_call_.look(*transport_, membership_);
     if (request.peer != Transport::kAnyone) diagnosis_->answer(request.peer);
+    // A rank of this host has died, or, where the message may come from any rank, a rank of the group. The transport
+    // itself fails a message from or to a named rank that has died.
     int culprit = membership_.dead_rank();
     if (culprit < 0 && request.peer == Transport::kAnyone) culprit = transport_->dead_rank();
     if (culprit >= 0 && !membership_.notice()) {
@@ -217,7 +230,7 @@ void RemotePeers::check_failures(const RemoteRequest& request) {
     membership_.check_failures([](int) { return false; }, [&] { return text(request, ""); });
 }
 
-void RemotePeers::throw_other_length(const RemoteRequest& request, const std::string& reason) {
+void RemotePeers::throw_mismatch_of_length(const RemoteRequest& request, const std::string& reason) {
     throw CommError(CommError::Kind::kMismatch,
                     membership_.own_name() + ": " + reason + ", " + text(request) +
                         "; what is sent and the tensor that receives it must be of one size");
@@ -230,34 +243,35 @@ void RemotePeers::throw_late(const RemoteRequest& request) {
 }
 
 void RemotePeers::throw_late(int awaited, const Membership::What& what) {
-    const Membership::Notice verdict = diagnosis_->diagnose(awaited, [this] { return is_over(); });
-    check_refusal(true, what);  // this rank may have missed replies
-    throw_failure(verdict, what);
+    const Membership::Notice cause = diagnosis_->diagnose(awaited, [this] { return look_for_notice(); });
+    throw_if_exhausted(true, what);  // then this rank may have missed replies
+    throw_failure(cause, what);
 }
 
-// Throws if this rank has no descriptor or port left: see Transport.
-void RemotePeers::check_refusal(bool now, const Membership::What& what) {
+// Throws if this rank has no descriptor or port left. `now`: see Transport::refusal().
+void RemotePeers::throw_if_exhausted(bool now, const Membership::What& what) {
     const std::string refusal = transport_->refusal(now);
     if (refusal.empty() || membership_.notice()) return;
     throw_failure({CommError::Kind::kExhausted, membership_.group_rank(membership_.rank())},
                   [&] { return what() + " (" + refusal + ")"; });
 }
 
-RemotePeers::BrokenMessage::BrokenMessage(const Transport::TransportError& error)
+RemotePeers::MessageFailure::MessageFailure(const Transport::TransportError& error)
     : kind(dynamic_cast<const Transport::UnreachableError*>(&error) ? CommError::Kind::kUnreachable
            : dynamic_cast<const Transport::ExhaustedError*>(&error) ? CommError::Kind::kExhausted
                                                                     : CommError::Kind::kPeerDied),
       reason(error.what()) {}
 
-void RemotePeers::throw_broken(const RemoteRequest& request, const BrokenMessage& broken) {
+// The transport has failed the message. Without a notice its peer is the culprit, or this rank if it is exhausted.
+void RemotePeers::throw_broken(const RemoteRequest& request, const MessageFailure& failure) {
     if (!membership_.notice()) receive_notice(kTimeToReceive);
     const int peer = request.peer == Transport::kAnyone && request.handle ? request.handle->source() : request.peer;
-    const auto what = [&] { return text(request, broken.reason); };
+    const auto what = [&] { return text(request, failure.reason); };
     const int me = membership_.group_rank(membership_.rank());
-    if (broken.kind == CommError::Kind::kExhausted) throw_failure({broken.kind, me}, what);
-    if (peer == Transport::kAnyone)  // a transport fails such a receive only when it closes
+    if (failure.kind == CommError::Kind::kExhausted) throw_failure({failure.kind, me}, what);
+    if (peer == Transport::kAnyone)  // a transport fails a receive from any rank only when the transport closes
         throw_failure({CommError::Kind::kInterrupted, me}, what);
-    throw_failure({broken.kind, peer, broken.kind == CommError::Kind::kUnreachable ? me : -1}, what);
+    throw_failure({failure.kind, peer, failure.kind == CommError::Kind::kUnreachable ? me : -1}, what);
 }
 
 std::vector<TimeoutDiagnosis::Link> RemotePeers::cut_links() {
@@ -267,14 +281,15 @@ std::vector<TimeoutDiagnosis::Link> RemotePeers::cut_links() {
     return links;
 }
 
+// Ends the group with this notice, and throws the first notice: this one, or another rank's that was given earlier.
 void RemotePeers::throw_failure(const Membership::Notice& notice, const Membership::What& what) {
     if (membership_.give_notice(notice)) membership_.throw_failure(notice, what);
-    membership_.check_abort(what);  // the first notice stands
-    std::abort();                   // there is a notice, so it has thrown
+    membership_.check_abort(what);
+    std::abort();  // not reached: there is a notice, so check_abort() has thrown
 }
 
-// Waits for the notice that another rank may have sent before it went. A wait of the transport that is too late would
-// close all connections, and then this rank could not send a notice itself.
+// Waits for the notice that another rank may have sent before it went, but not for longer than `limit`. Polls, because
+// a wait of the transport beyond its limit closes all connections, and then this rank could not send a notice itself.
 void RemotePeers::receive_notice(std::chrono::milliseconds limit) {
     const auto until = Clock::now() + limit;
     while (!notice_request_->is_done()) {
@@ -285,25 +300,26 @@ void RemotePeers::receive_notice(std::chrono::milliseconds limit) {
         if (notice_request_->wait(limit))
             membership_.give_notice({static_cast<CommError::Kind>(received_notice_.kind), received_notice_.culprit,
                                      received_notice_.other});
-    } catch (const Transport::TransportError&) {  // it will not come
+    } catch (const Transport::TransportError&) {  // no notice will come
     }
 }
 
 void RemotePeers::end() {
     {
         const std::lock_guard lock(mutex_);
-        if (std::exchange(ended_, true)) return;
+        if (std::exchange(has_ended_, true)) return;
     }
-    membership_.give_notice(
-        {CommError::Kind::kInterrupted, membership_.group_rank(membership_.rank())});  // the first notice stands
-    const auto interrupt = interrupt_of([this] { send_notice(); });
-    // A receive without a sender times out: by that a transport ends all messages, and does not use their memory.
-    const auto forced = interrupt_of([this] {
+    // 1. If there is no notice yet, this rank has interrupted the group. Send the notice to the other hosts.
+    membership_.give_notice({CommError::Kind::kInterrupted, membership_.group_rank(membership_.rank())});
+    const auto interrupt_in_send = interrupt_of([this] { send_notice(); });
+    // 2. Close the transport. A wait beyond its limit closes it, so wait for a message that no rank sends.
+    const auto interrupt_in_close = interrupt_of([this] {
         const auto nothing = std::make_shared<std::byte>();
         transport_->receive(remote_ranks_.front(), tags.unused(), nothing.get(), 1, nothing)->wait(1ms);
     });
-    for (const auto& error : {interrupt, forced}) {
-        if (error) std::rethrow_exception(error);  // only now, when no message uses memory any more
+    // 3. Only now, when no message uses memory any more, throw what a signal handler has thrown.
+    for (const auto& interrupt : {interrupt_in_send, interrupt_in_close}) {
+        if (interrupt) std::rethrow_exception(interrupt);
     }
 }
 
@@ -311,8 +327,8 @@ void RemotePeers::leave() {
     if (!membership_.notice() && !has_left_.exchange(true)) transport_->leave();
 }
 
-// Sends the notice twice. The thread of TimeoutDiagnosis on a remote rank wakes up at once, but may be busy with other
-// messages, and so too late. So the notice also goes to the receive that all ranks have posted from the beginning.
+// Sends the notice twice to each remote rank. Its thread of TimeoutDiagnosis wakes up at once, but may be busy with
+// other messages. So the notice also goes to the receive that the rank has posted from the beginning.
 void RemotePeers::send_notice() {
     const auto notice = membership_.notice();
     diagnosis_->send_notice(*notice);
@@ -323,7 +339,7 @@ void RemotePeers::send_notice() {
         try {
             const auto* data = reinterpret_cast<const std::byte*>(message.get());
             requests.push_back(transport_->send(other, tags.notice(), data, sizeof(NoticeMessage), message));
-        } catch (const Transport::TransportError&) {  // it is gone
+        } catch (const Transport::TransportError&) {  // this rank has gone
         }
     }
     const auto until = Clock::now() + kTimeToSend;
@@ -336,6 +352,7 @@ void RemotePeers::send_notice() {
     }
 }
 
+// The request in an error message, such as "recv(4 bytes from rank 1, tag 0)".
 std::string RemotePeers::text(const RemoteRequest& request) const {
     const std::string peer = request.peer == Transport::kAnyone ? "any rank" : membership_.title(request.peer);
     const std::string tag = request.tag > tags.largest_of_users() ? "" : ", tag " + std::to_string(request.tag);

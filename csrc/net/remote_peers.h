@@ -1,10 +1,14 @@
 // Communication with the ranks of other hosts: messages through a transport, and how a failure on one host becomes
-// known on the others.
+// known on the others. Each rank of a MultiHostGroup has one RemotePeers, which Router, UserMessages, monitored_barrier()
+// and the adapter for torch call.
 //
-// On one host all ranks see the notice in shared memory. Across hosts a rank whose group has ended sends the notice to
-// all remote ranks, which have posted a receive for it in advance, and then closes its connections. A remote rank that
-// waits for it thereby wakes up, and looks for the notice before it reports the closed connection as the cause. A rank
-// that only times out runs a timeout diagnosis.
+// The notice is the cause of the group's end (see ../shm/membership.h). All ranks of one host see it in shared memory.
+// A rank whose group has ended also sends the notice to all remote ranks, which have posted a receive for it in
+// advance, and then closes its connections. That ends the waits of a remote rank, which looks for the notice before it
+// reports the closed connection as the cause. A rank whose wait times out runs a timeout diagnosis.
+//
+// Any thread may post and wait. RemotePeers has a thread, the ticker, which aborts waits at intervals so that the
+// waiting threads check for failures; TimeoutDiagnosis has another, which calls on_notice().
 #pragma once
 
 #include <atomic>
@@ -56,33 +60,34 @@ public:
                             Transport::Owner owner, const ClaimPtr& claim);
     // Called before the first message of a collective: see SlowCall.
     void begin_call(const Call& call, std::chrono::milliseconds timeout) { slow_call_.begin(call, timeout); }
-    // Throws if the request fails. The group has ended then, unless the message had another length. `timeout` counts
-    // from `since`, for a request that was posted early.
+    // Returns when the request is done. Throws CommError if it fails or is late. The group has ended then, unless only
+    // the length of the message was wrong. `timeout` counts from `since`, for a request that was posted early.
     void wait(const Handle& request);
     void wait(const Handle& request, std::chrono::milliseconds timeout, Clock::time_point since);
-    // The same, but returns false if the request is not done by its deadline, and does not end the group then.
+    // As wait(), but if the request is not done by its deadline, returns false and does not end the group.
     bool wait_until_deadline(const Handle& request);
     // Whether the request is done now, for one whose deadline has passed. Throws if the request fails.
     bool is_done_after_deadline(const Handle& request);
     // Whether wait() would return or throw at once.
     static bool is_done(const Handle& request) { return request->handle->is_done(); }
-    // Throws if the group has ended, or if it is too late for the request.
+    // Throws if the group has ended, or if the deadline of the request has passed.
     void check(const Handle& request);
-    // Ends the group because a rank is late for what `what` describes, and names the rank that blocks it.
+    // Ends the group because `awaited` is late for the operation that `what` describes. The error names the rank that
+    // blocks `awaited`.
     [[noreturn]] void throw_late(int awaited, const Membership::What& what);
-    // This rank leaves the group. Only the first call has an effect, and none if the group has ended: the other ranks
+    // This rank leaves the group. A later call does nothing, as does a call after the group has ended: the other ranks
     // have the notice then.
     void leave();
     // See Transport.
     void progress() { transport_->progress(); }
     void move_in_background() { transport_->move_in_background(); }
-    // See TimeoutDiagnosis; also the link that the notice names.
+    // The links that TimeoutDiagnosis has found to be cut, and the link that the notice names.
     std::vector<TimeoutDiagnosis::Link> cut_links();
     // Wakes the waits of this rank, from another thread, so that they check for failures.
     void wake();
 
-    // Called when the group has ended: sends the notice to the other hosts and releases all memory that was given for
-    // messages.
+    // Ends the group if it has not ended, sends the notice to the other hosts, and closes the transport, which does not
+    // use the memory of any message afterwards.
     void end();
 
     const Tags tags;
@@ -91,22 +96,23 @@ private:
     struct NoticeMessage {
         std::int32_t kind, culprit, other;
     };
-    struct BrokenMessage {
-        explicit BrokenMessage(const Transport::TransportError& error);
+    // Why the transport failed a message.
+    struct MessageFailure {
+        explicit MessageFailure(const Transport::TransportError& error);
         CommError::Kind kind;
         std::string reason;
     };
 
-    template <typename Begin>
-    Handle begin(RemoteRequest request, const Begin& make);
-    bool wait_a_while(RemoteRequest& request);
+    template <typename Post>
+    Handle post(RemoteRequest request, const Post& post_to_transport);
+    bool wait_until_abort(RemoteRequest& request);
     void on_notice(const std::optional<Membership::Notice>& notice);
-    bool is_over();
+    bool look_for_notice();
     void check_failures(const RemoteRequest& request);
-    void check_refusal(bool now, const Membership::What& what);
-    [[noreturn]] void throw_other_length(const RemoteRequest& request, const std::string& reason);
+    void throw_if_exhausted(bool now, const Membership::What& what);
+    [[noreturn]] void throw_mismatch_of_length(const RemoteRequest& request, const std::string& reason);
     [[noreturn]] void throw_late(const RemoteRequest& request);
-    [[noreturn]] void throw_broken(const RemoteRequest& request, const BrokenMessage& broken);
+    [[noreturn]] void throw_broken(const RemoteRequest& request, const MessageFailure& broken);
     [[noreturn]] void throw_failure(const Membership::Notice& notice, const Membership::What& what);
     void receive_notice(std::chrono::milliseconds limit);
     void send_notice();
@@ -118,19 +124,21 @@ private:
     const std::vector<int> remote_ranks_;
     const std::unique_ptr<Transport> transport_;
     NoticeMessage received_notice_{-1, -1, -1};
-    Transport::Handle notice_request_;  // asked for
+    Transport::Handle notice_request_;  // the receive of a notice into received_notice_
     std::atomic<bool> has_left_{false};
     SlowCall slow_call_;
 
     std::mutex mutex_;  // of all below
-    std::set<Transport::TransportRequest*> waiting_;
-    bool ended_ = false, closing_ = false, asleep_ = false;
-    Clock::time_point death_seen_{};
-    std::condition_variable wakes_;
-    std::thread ticker_;  // aborts long waits at intervals, since a transport cannot limit a wait without closing
+    std::set<Transport::TransportRequest*> active_waits_;
+    bool has_ended_ = false;          // end() has been called
+    Clock::time_point death_seen_{};  // when this rank first saw that another has died; zero: not yet
+    bool is_closing_ = false;         // the ticker must return
+    bool is_asleep_ = false;          // the ticker sleeps until there is a wait
+    std::condition_variable ticker_wakes_;
+    std::thread ticker_;  // aborts long waits, since a transport cannot limit a wait without closing
 
-    const std::shared_ptr<TimeoutDiagnosis>
-        diagnosis_;  // last: its thread calls wake(); shared with the hook in Membership, which stays
+    // The last member, since its thread calls wake(). Shared with the hook in Membership, which lives longer.
+    const std::shared_ptr<TimeoutDiagnosis> diagnosis_;
 };
 
 }  // namespace dist_prims
