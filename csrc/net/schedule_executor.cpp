@@ -1,3 +1,6 @@
+// execute(), at the end of this file, makes a SegmentExecution for each segment and advances these from step to step.
+// All of it runs in the thread that calls execute(). A step of a segment has two halves, with the steps of other
+// segments between them: begin_step() posts the messages, finish_step() waits for them and reduces.
 #include "schedule_executor.h"
 
 #include <algorithm>
@@ -17,11 +20,11 @@
 namespace dist_prims {
 namespace {
 
-constexpr std::size_t kCheapToCopy = 64 << 10;
-constexpr std::size_t kLanes = 2;
+constexpr std::size_t kCheapToCopy = 64 << 10;  // bytes
+constexpr std::size_t kPipelines = 2;
 
-// Staging buffers of one collective, reused from step to step. Requests to other hosts share ownership of them, and of
-// the data, so a transport that cannot release memory at once never touches memory that is in use again.
+// Staging buffers of one collective, reused from step to step. Each request to another host owns this object and,
+// through it, the caller's data: a transport that still needs the memory of a failed request keeps it from being freed.
 class StagingBuffers {
 public:
     struct Buffer {
@@ -31,15 +34,16 @@ public:
 
     explicit StagingBuffers(std::shared_ptr<const void> data) : data_(std::move(data)) {}
 
-    // A buffer that is in use until give_back().
+    // Returns a buffer, and adds it to `taken`. It is in use until give_back().
     std::byte* take(std::size_t bytes, std::vector<Buffer>& taken) {
-        auto found = std::find_if(free_.begin(), free_.end(), [&](const Buffer& each) { return each.bytes >= bytes; });
-        if (found == free_.end()) {
+        const auto fit =
+            std::find_if(free_.begin(), free_.end(), [&](const Buffer& free) { return free.bytes >= bytes; });
+        if (fit == free_.end()) {
             all_.push_back(KeptMemory::take(bytes));
             taken.push_back({all_.back().data(), all_.back().bytes()});
         } else {
-            taken.push_back(*found);
-            free_.erase(found);
+            taken.push_back(*fit);
+            free_.erase(fit);
         }
         return taken.back().data;
     }
@@ -54,43 +58,43 @@ private:
     std::list<Buffer> free_;
 };
 
-// A segment of a piece of the data; see ProgramBuffer::Block.
+// The part of one piece that belongs to one segment. Input and output: see ProgramBuffer::Block.
 struct Part {
     const std::byte* input;
     std::byte* output;
     std::size_t bytes;
 };
 
-// The pieces of one segment. Data that is one whole is cut into segments first, so that the pieces of a segment lie
-// side by side; blocks of ranks stay what they are.
-std::vector<Part> parts(const RankProgram& program, const ProgramBuffer& buffer, std::size_t element,
-                        std::size_t segment, std::size_t segments) {
-    std::vector<Part> found;
+// The parts of a segment, by piece. Data that is one whole is cut into segments and each segment into pieces, so that
+// the pieces of a segment are contiguous. A block of several is cut into pieces, and each piece into segments.
+std::vector<Part> parts_of(std::size_t segment, std::size_t segments, const RankProgram& program,
+                           const ProgramBuffer& buffer, std::size_t element) {
+    std::vector<Part> parts;
     const auto add = [&](const ProgramBuffer::Block& block, std::size_t begin, std::size_t end) {
         const auto at = [&](auto* memory) { return memory ? memory + begin * element : nullptr; };
-        found.push_back({at(block.input), at(block.output), (end - begin) * element});
+        parts.push_back({at(block.input), at(block.output), (end - begin) * element});
     };
     const std::size_t pieces = static_cast<std::size_t>(program.chunks) / buffer.blocks.size();  // of a block
     for (const ProgramBuffer::Block& block : buffer.blocks) {
         if (buffer.is_whole()) {
             const std::size_t begin = segment * block.count / segments,
-                              all = (segment + 1) * block.count / segments - begin;
+                              count = (segment + 1) * block.count / segments - begin;
             for (std::size_t piece = 0; piece < pieces; ++piece)
-                add(block, begin + piece * all / pieces, begin + (piece + 1) * all / pieces);
+                add(block, begin + piece * count / pieces, begin + (piece + 1) * count / pieces);
             continue;
         }
         for (std::size_t piece = 0; piece < pieces; ++piece) {
-            const std::size_t begin = piece * block.count / pieces, all = (piece + 1) * block.count / pieces - begin;
-            add(block, begin + segment * all / segments, begin + (segment + 1) * all / segments);
+            const std::size_t begin = piece * block.count / pieces, count = (piece + 1) * block.count / pieces - begin;
+            add(block, begin + segment * count / segments, begin + (segment + 1) * count / segments);
         }
     }
-    return found;
+    return parts;
 }
 
 // The execution of the program on one segment.
 class SegmentExecution {
 public:
-    // `is_written`: by chunk; no other chunk needs memory of its own.
+    // `is_written`: by chunk, whether the program writes it. A chunk that it only reads stays in the input.
     SegmentExecution(const RankProgram& program, const std::vector<bool>& is_written, Router& router,
                      const std::shared_ptr<StagingBuffers>& buffers, DType dtype, Op op, const ProgramBuffer& buffer,
                      std::size_t segment, std::size_t segments, std::chrono::milliseconds timeout)
@@ -103,40 +107,43 @@ public:
           element_(size_of(dtype)),
           timeout_(timeout),
           segment_(segment),
-          parts_(parts(program, buffer, element_, segment, segments)),
-          is_used_(static_cast<std::size_t>(program.chunks + program.scratch)) {
+          parts_(parts_of(segment, segments, program, buffer, element_)),
+          must_keep_(static_cast<std::size_t>(program.chunks + program.scratch)) {
+        // 1. One buffer for all chunks that are written but have no output.
         const auto needs_memory = [&](std::size_t piece) { return !parts_[piece].output && is_written[piece]; };
         std::size_t longest = 0, without_output = 0;
         for (std::size_t piece = 0; piece < parts_.size(); ++piece) {
             longest = std::max(longest, parts_[piece].bytes);
             if (needs_memory(piece)) without_output += parts_[piece].bytes;
         }
-        std::byte* next = without_output ? buffers_->take(without_output, mine_) : nullptr;
+        std::byte* memory = without_output ? buffers_->take(without_output, segment_buffers_) : nullptr;
+        // 2. The chunks of the data; chunk i holds piece i at first.
         for (std::size_t piece = 0; piece < parts_.size(); ++piece) {
             const Part& part = parts_[piece];
-            std::byte* const target = needs_memory(piece) ? std::exchange(next, next + part.bytes) : part.output;
+            std::byte* const target = needs_memory(piece) ? std::exchange(memory, memory + part.bytes) : part.output;
             chunks_.push_back({part.input ? part.input : target, target});
         }
+        // 3. The scratch chunks, each of which may hold any piece.
         for (int chunk = 0; chunk < program.scratch; ++chunk) {
-            std::byte* const target = buffers_->take(longest, mine_);
+            std::byte* const target = buffers_->take(longest, segment_buffers_);
             chunks_.push_back({target, target});
         }
     }
 
     // Finishes the current step and begins the next; returns false after the last.
     bool advance() {
-        if (begun_ > 0) {
+        if (begun_steps_ > 0) {
             trace_.resume();
-            finish(program_.steps[begun_ - 1]);
+            finish_step(program_.steps[begun_steps_ - 1]);
             trace_.end();
         }
-        if (begun_ == program_.steps.size()) {
+        if (begun_steps_ == program_.steps.size()) {
             deliver();
-            buffers_->give_back(mine_);
+            buffers_->give_back(segment_buffers_);
             return false;
         }
-        trace_ = TraceStep(begun_, segment_);
-        begin(program_.steps[begun_++]);
+        trace_ = TraceStep(begun_steps_, segment_);
+        begin_step(program_.steps[begun_steps_++]);
         return true;
     }
 
@@ -146,112 +153,118 @@ private:
         const std::byte* contents;
         std::byte* target;
     };
-    // The place of a message, and the bytes before each of its chunks.
+    // Where a message is received, and the offset of each of its chunks in bytes.
     struct ReceiveBuffer {
-        std::byte* place;
+        std::byte* memory;
         std::vector<std::size_t> offsets;
     };
-    // What a step receives.
+    // The posted receives of one step.
     struct StepReceives {
         std::map<int, ReceiveBuffer> receive_buffers;  // by sender
         std::vector<Router::RoutedRequest> requests;
         std::vector<StagingBuffers::Buffer> taken;
     };
-    using Own = std::map<int, const std::byte*>;  // by chunk
-    // Adjacent elements that are written in one operation.
-    struct Range {
+    using OwnOperands = std::map<int, const std::byte*>;  // by chunk of this rank
+    // Contiguous elements that are written in one operation; `write` is the first of the writes to which they belong.
+    struct WriteRange {
         const RankProgram::Write* write;
         std::byte* out;
         std::vector<const void*> operands;
         std::size_t bytes;
     };
 
-    void begin(const RankProgram::Step& step) {
-        expect(step, now_, false);
+    void begin_step(const RankProgram::Step& step) {
+        post_receives(step, current_receives_, false);
         for (const auto& message : step.sends) {
-            const std::size_t all = length(message.pieces);
-            const std::byte* from = joined(message, &Chunk::contents);
+            const std::size_t bytes = length(message.pieces);
+            const std::byte* from = contiguous_address(message, &Chunk::contents);
             if (!from) from = pack(message);
-            if (all) sent_.push_back(router_.send(message.peer, number_, from, all, timeout_, buffers_));
+            if (bytes) step_requests_.push_back(router_.send(message.peer, number_, from, bytes, timeout_, buffers_));
         }
         move_trace_step(1);
-        if (begun_ < program_.steps.size()) expect(program_.steps[begun_], next_, true);
+        if (begun_steps_ < program_.steps.size()) post_receives(program_.steps[begun_steps_], next_receives_, true);
     }
 
-    // Posts the receives of a step that are not yet posted. If `ahead` of the step, no message can be received in its
-    // final place, which may still be read: so a long message waits for its step rather than being copied.
-    void expect(const RankProgram::Step& step, StepReceives& receives, bool ahead) {
-        mark_used(step, true);
+    // Posts the receives of a step that are not posted yet. `ahead`: this is done one step earlier, so that messages do
+    // not wait for their receives. The final place of a message may still be read then, so a short message is received
+    // into a buffer, and a long one is left to its step, because a copy of it would take longer than it saves.
+    void post_receives(const RankProgram::Step& step, StepReceives& receives, bool ahead) {
+        mark_kept(step, true);
         for (const auto& message : step.receives) {
             if (receives.receive_buffers.contains(message.peer)) continue;
-            const std::size_t all = length(message.pieces);
-            std::byte* place = in_place(message);
-            if (place && ahead && all > kCheapToCopy) continue;
-            if (!place || ahead) place = buffers_->take(all, receives.taken);
-            receives.receive_buffers.emplace(message.peer, ReceiveBuffer{place, offsets(message.pieces)});
-            if (all)
-                receives.requests.push_back(router_.receive(message.peer, number_, place, all, timeout_, buffers_));
+            const std::size_t bytes = length(message.pieces);
+            std::byte* memory = final_place(message);
+            if (memory && ahead && bytes > kCheapToCopy) continue;
+            if (!memory || ahead) memory = buffers_->take(bytes, receives.taken);
+            receives.receive_buffers.emplace(message.peer, ReceiveBuffer{memory, offsets(message.pieces)});
+            if (bytes)
+                receives.requests.push_back(router_.receive(message.peer, number_, memory, bytes, timeout_, buffers_));
         }
-        mark_used(step, false);
+        mark_kept(step, false);
     }
 
-    void finish(const RankProgram::Step& step) {
-        sent_.insert(sent_.end(), now_.requests.begin(), now_.requests.end());
-        router_.wait(sent_);
-        const Own own = own_operands(step);
+    // Waits for the messages of the step, and writes its results.
+    void finish_step(const RankProgram::Step& step) {
+        step_requests_.insert(step_requests_.end(), current_receives_.requests.begin(),
+                              current_receives_.requests.end());
+        router_.wait(step_requests_);
+        const OwnOperands own = keep_own_operands(step);  // before the first write
         write(step, own);
-        sent_.clear();
-        buffers_->give_back(taken_);
-        buffers_->give_back(now_.taken);
-        now_ = std::exchange(next_, {});
+        step_requests_.clear();
+        buffers_->give_back(step_buffers_);
+        buffers_->give_back(current_receives_.taken);
+        current_receives_ = std::exchange(next_receives_, {});
     }
 
     std::size_t bytes(int piece) const { return parts_[static_cast<std::size_t>(piece)].bytes; }
     std::size_t length(const RankProgram::Chunks& pieces) const {
         std::size_t total = 0;
-        for (int piece : pieces) total += bytes(piece);
+        for (const int piece : pieces) total += bytes(piece);
         return total;
     }
 
     std::vector<std::size_t> offsets(const RankProgram::Chunks& pieces) const {
-        std::vector<std::size_t> found;
+        std::vector<std::size_t> offsets;
         std::size_t before = 0;
-        for (int piece : pieces) {
-            found.push_back(before);
+        for (const int piece : pieces) {
+            offsets.push_back(before);
             before += bytes(piece);
         }
-        return found;
+        return offsets;
     }
 
     Chunk& chunk(int index) { return chunks_[static_cast<std::size_t>(index)]; }
 
-    // The address of a message's chunks if they are contiguous in memory, otherwise null.
+    // The address of a message's chunks if they are contiguous in memory, otherwise null. `address`: the member of
+    // Chunk that has the address of a chunk.
     template <typename Address>
-    Address joined(const RankProgram::Message& message, Address Chunk::* address) {
+    Address contiguous_address(const RankProgram::Message& message, Address Chunk::* address) {
         const RankProgram::Chunks& chunks = message.chunks;
-        for (std::size_t each = 1; each < chunks.size(); ++each) {
-            if (chunk(chunks[each]).*address != chunk(chunks[each - 1]).*address + bytes(message.pieces[each - 1]))
+        for (std::size_t index = 1; index < chunks.size(); ++index) {
+            if (chunk(chunks[index]).*address != chunk(chunks[index - 1]).*address + bytes(message.pieces[index - 1]))
                 return nullptr;
         }
         return chunk(chunks[0]).*address;
     }
 
+    // Copies the chunks of a message into a buffer, which is in use until the step ends.
     std::byte* pack(const RankProgram::Message& message) {
         const TraceSpan span(TraceKind::kCopy, length(message.pieces));
-        std::byte* const packed = buffers_->take(length(message.pieces), taken_);
+        std::byte* const packed = buffers_->take(length(message.pieces), step_buffers_);
         std::byte* to = packed;
-        for (std::size_t each = 0; each < message.chunks.size(); ++each) {
-            const std::size_t all = bytes(message.pieces[each]);
-            if (all) std::memcpy(to, chunk(message.chunks[each]).contents, all);
-            to += all;
+        for (std::size_t index = 0; index < message.chunks.size(); ++index) {
+            const std::size_t count = bytes(message.pieces[index]);
+            if (count) std::memcpy(to, chunk(message.chunks[index]).contents, count);
+            to += count;
         }
         return packed;
     }
 
-    // Marks the chunks of a step that a message must not be received into: those that the step sends, that are
-    // operands, or that are written otherwise than by a copy of one chunk. Or removes the marks.
-    void mark_used(const RankProgram::Step& step, bool used) {
-        const auto mark = [&](int chunk) { is_used_[static_cast<std::size_t>(chunk)] = used; };
+    // Marks the chunks into which a step must not receive a message, because it still needs their contents: the step
+    // sends them, they are operands, or they are written otherwise than by a copy of one source. `keep`: false removes
+    // the marks.
+    void mark_kept(const RankProgram::Step& step, bool keep) {
+        const auto mark = [&](int chunk) { must_keep_[static_cast<std::size_t>(chunk)] = keep; };
         for (const auto& message : step.sends) {
             for (const int chunk : message.chunks) mark(chunk);
         }
@@ -263,17 +276,18 @@ private:
         }
     }
 
-    // The final place of a message, if its chunks are contiguous and none is marked as used; otherwise null.
-    std::byte* in_place(const RankProgram::Message& message) {
+    // The final place of a message, if its chunks are contiguous and none of them must be kept; otherwise null.
+    std::byte* final_place(const RankProgram::Message& message) {
         for (const int chunk : message.chunks) {
-            if (is_used_[static_cast<std::size_t>(chunk)]) return nullptr;
+            if (must_keep_[static_cast<std::size_t>(chunk)]) return nullptr;
         }
-        return joined(message, &Chunk::target);
+        return contiguous_address(message, &Chunk::target);
     }
 
-    // This rank's own chunks that are operands: copies of those that the step overwrites.
-    Own own_operands(const RankProgram::Step& step) {
-        Own own;
+    // Where this rank's own chunks that are operands of the step lie. A chunk that the step also overwrites is copied.
+    OwnOperands keep_own_operands(const RankProgram::Step& step) {
+        // 1. Find the operands, and list those that are overwritten as if they were one message.
+        OwnOperands own;
         RankProgram::Message copied{-1, {}, {}};
         std::set<int> overwritten;
         for (const auto& write : step.writes) overwritten.insert(write.into);
@@ -287,51 +301,55 @@ private:
             }
         }
         if (copied.chunks.empty()) return own;
+        // 2. Copy them into one buffer.
         const std::byte* at = pack(copied);
-        for (std::size_t each = 0; each < copied.chunks.size(); ++each) {
-            own[copied.chunks[each]] = at;
-            at += bytes(copied.pieces[each]);
+        for (std::size_t index = 0; index < copied.chunks.size(); ++index) {
+            own[copied.chunks[index]] = at;
+            at += bytes(copied.pieces[index]);
         }
         return own;
     }
 
-    const std::byte* operand(const RankProgram::Source& source, const Own& own) const {
+    const std::byte* operand(const RankProgram::Source& source, const OwnOperands& own) const {
         if (source.peer < 0) return own.at(source.index);
-        const ReceiveBuffer& buffer = now_.receive_buffers.at(source.peer);
-        return buffer.place + buffer.offsets[static_cast<std::size_t>(source.index)];
+        const ReceiveBuffer& buffer = current_receives_.receive_buffers.at(source.peer);
+        return buffer.memory + buffer.offsets[static_cast<std::size_t>(source.index)];
     }
 
-    // Chunks that are adjacent here and in the messages are written together: a call costs more than a small chunk.
-    void write(const RankProgram::Step& step, const Own& own) {
-        std::optional<Range> range;
-        for (const auto& each : step.writes) {
-            Chunk& into = chunk(each.into);
-            Range next{&each, into.target, {}, bytes(each.piece)};
+    // Does the writes of a step. Chunks that are contiguous here and in the messages are written together: a call of
+    // the kernel takes longer than a small chunk.
+    void write(const RankProgram::Step& step, const OwnOperands& own) {
+        std::optional<WriteRange> range;
+        for (const auto& write : step.writes) {
+            Chunk& into = chunk(write.into);
+            WriteRange next{&write, into.target, {}, bytes(write.piece)};
             if (next.bytes == 0) continue;
-            if (!each.copy) next.operands.push_back(into.contents);
+            if (!write.copy) next.operands.push_back(into.contents);
             into.contents = into.target;
-            for (const auto& source : each.sources) next.operands.push_back(operand(source, own));
+            for (const auto& source : write.sources) next.operands.push_back(operand(source, own));
             if (range && follows(*range, next)) {
                 range->bytes += next.bytes;
                 continue;
             }
-            if (range) write(*range);
+            if (range) write_range(*range);
             range = std::move(next);
         }
-        if (range) write(*range);
+        if (range) write_range(*range);
     }
 
-    static bool follows(const Range& range, const Range& next) {
+    // Whether `next` can be written in one operation with `range`: it is alike, and lies behind it everywhere.
+    static bool follows(const WriteRange& range, const WriteRange& next) {
         if (next.out != range.out + range.bytes || next.operands.size() != range.operands.size() ||
             next.write->copy != range.write->copy || next.write->terms != range.write->terms)
             return false;
-        for (std::size_t each = 0; each < next.operands.size(); ++each) {
-            if (next.operands[each] != static_cast<const std::byte*>(range.operands[each]) + range.bytes) return false;
+        for (std::size_t index = 0; index < next.operands.size(); ++index) {
+            if (next.operands[index] != static_cast<const std::byte*>(range.operands[index]) + range.bytes)
+                return false;
         }
         return true;
     }
 
-    void write(const Range& range) {
+    void write_range(const WriteRange& range) {
         const bool is_copy = range.operands.size() == 1;
         if (is_copy && range.operands[0] == range.out) return;
         const TraceSpan span(is_copy ? TraceKind::kCopy : TraceKind::kReduce, range.bytes);
@@ -344,17 +362,17 @@ private:
 
     // Copies what the program has left in the input to the output, such as this rank's own block of an all_gather.
     void deliver() {
-        for (std::size_t each = 0; each < parts_.size(); ++each) {
-            const Part& part = parts_[each];
-            if (!part.output || part.bytes == 0 || chunks_[each].contents == part.output) continue;
+        for (std::size_t piece = 0; piece < parts_.size(); ++piece) {
+            const Part& part = parts_[piece];
+            if (!part.output || part.bytes == 0 || chunks_[piece].contents == part.output) continue;
             const TraceSpan span(TraceKind::kCopy, part.bytes);
-            std::memcpy(part.output, chunks_[each].contents, part.bytes);
+            std::memcpy(part.output, chunks_[piece].contents, part.bytes);
         }
     }
 
     const RankProgram& program_;
     Router& router_;
-    const std::uint64_t number_;
+    const std::uint64_t number_;  // of this segment, for the tags of its messages
     const std::shared_ptr<StagingBuffers> buffers_;
     const DType dtype_;
     const Op op_;
@@ -362,47 +380,48 @@ private:
     const std::chrono::milliseconds timeout_;
     const std::size_t segment_;
     const std::vector<Part> parts_;  // by piece
-    std::vector<bool> is_used_;      // by chunk; see mark_used()
-    std::size_t begun_ = 0;
-    TraceStep trace_;            // the current one
-    std::vector<Chunk> chunks_;  // the pieces, then scratch
-    std::vector<Router::RoutedRequest> sent_;
-    StepReceives now_, next_;
-    std::vector<StagingBuffers::Buffer> mine_, taken_;  // until the segment ends, and until the step does
+    std::vector<bool> must_keep_;    // by chunk; see mark_kept()
+    std::size_t begun_steps_ = 0;    // the last of these is the current one
+    TraceStep trace_;                // of the current step
+    std::vector<Chunk> chunks_;      // the pieces, then scratch
+    std::vector<Router::RoutedRequest> step_requests_;
+    StepReceives current_receives_, next_receives_;
+    std::vector<StagingBuffers::Buffer> segment_buffers_,
+        step_buffers_;  // given back when the segment, or the step, ends
 };
 
 }  // namespace
 
 void execute(const RankProgram& program, Router& router, DType dtype, Op op, const ProgramBuffer& buffer, int segments,
              std::chrono::milliseconds timeout) {
-    std::optional<BackgroundScope>
-        sleeping;  // a rank that waits for the network leaves the core to the threads that serve it
-    if (router.spans_hosts()) sleeping.emplace();
-    // 1. What all segments share.
+    // 1. A rank that waits for the network leaves its core to the threads that move the messages.
+    std::optional<BackgroundScope> background;
+    if (router.spans_hosts()) background.emplace();
+    // 2. What all segments share.
     const auto buffers = std::make_shared<StagingBuffers>(buffer.owner);
     std::vector<bool> is_written(static_cast<std::size_t>(program.chunks + program.scratch));
     for (const RankProgram::Step& step : program.steps) {
         for (const RankProgram::Write& write : step.writes) is_written[static_cast<std::size_t>(write.into)] = true;
     }
-    // 2. Segments are in progress side by side, so that one adds while another waits. In a lane the oldest goes first.
+    // 3. Advance a pipeline: each of its segments by one step, the oldest first, and then begin a new segment.
     const auto all = static_cast<std::size_t>(segments);
-    std::array<std::list<SegmentExecution>, kLanes> lanes;  // of each, the oldest segment first
+    std::array<std::list<SegmentExecution>, kPipelines> pipelines;
     std::size_t begun = 0, finished = 0;
-    const auto move = [&](std::list<SegmentExecution>& lane) {
-        for (auto each = lane.begin(); each != lane.end();) {
-            const bool goes_on = each->advance();
-            each = goes_on ? std::next(each) : lane.erase(each);
+    const auto advance = [&](std::list<SegmentExecution>& pipeline) {
+        for (auto segment = pipeline.begin(); segment != pipeline.end();) {
+            const bool goes_on = segment->advance();
+            segment = goes_on ? std::next(segment) : pipeline.erase(segment);
             finished += !goes_on;
         }
-        if (begun == all || lane.size() == Tags::kSegments / kLanes) return;
-        lane.emplace_back(program, is_written, router, buffers, dtype, op, buffer, begun++, all, timeout);
-        if (lane.back().advance()) return;
-        lane.pop_back();  // a program without steps
+        if (begun == all || pipeline.size() == Tags::kSegments / kPipelines) return;
+        pipeline.emplace_back(program, is_written, router, buffers, dtype, op, buffer, begun++, all, timeout);
+        if (pipeline.back().advance()) return;
+        pipeline.pop_back();  // a program without steps
         ++finished;
     };
-    // 3. Until all segments are done. After an error no message may arrive in memory that the caller frees.
+    // 4. Until all segments are done. After an error no message may arrive in memory that the caller frees.
     try {
-        while (finished < all) std::for_each(lanes.begin(), lanes.end(), move);
+        while (finished < all) std::ranges::for_each(pipelines, advance);
     } catch (...) {
         router.end();
         throw;
