@@ -1,3 +1,5 @@
+// agree_and_carry() has the three steps of an agreement (see multi_host.h). The leader's part is decide(), which calls
+// gather_frames() for the messages.
 #include "multi_host.h"
 
 #include <algorithm>
@@ -7,7 +9,7 @@
 
 namespace dist_prims {
 
-// What a leader tells the others of the call of its host, before its data.
+// The first part of a frame, which describes the call of a host. The data follows it.
 struct MultiHostGroup::FrameHeader {
     std::uint64_t checksum = 0;  // of the call
     Terms terms{};               // the sums of its ranks' terms
@@ -15,7 +17,7 @@ struct MultiHostGroup::FrameHeader {
     std::uint32_t bytes = 0;     // of the data
 };
 
-// A frame in a message, which is valid until the next agreement.
+// A frame as another leader receives it. `data` is in a message, which is kept until the next agreement.
 struct MultiHostGroup::LeaderFrame {
     FrameHeader header;
     const std::byte* data;
@@ -27,28 +29,30 @@ struct MultiHostGroup::Difference {
     std::int32_t rank = -1, other_rank = -1;
 };
 
-// What the leader of a host tells its ranks. The result of the data follows in the slot if it has `moved`.
-struct MultiHostGroup::Verdict {
-    static constexpr std::size_t kRoom = 1024;
+// What the leader of a host writes into its slot for the ranks of its host. The result of the data follows it in the
+// slot, after kSlotBytes, if the data was moved.
+struct MultiHostGroup::Outcome {
+    static constexpr std::size_t kSlotBytes = 1024;
 
     Difference difference;
     Terms terms{};
-    bool moved = false;
+    bool is_moved = false;
 };
 
-// The data of a call, which is null if none travels with the agreement.
-struct MultiHostGroup::Data {
+// What travels with an agreement. `piggyback`: null if there is no data. The data is moved only if the sum of the terms
+// of all ranks is `expected`.
+struct MultiHostGroup::CarriedData {
     const Piggyback* piggyback;
-    Terms terms, wanted;
+    Terms terms, expected;
 };
 
-// Contents are lost if the memory grows.
-std::byte* MultiHostGroup::Message::reserve(std::size_t wanted) {
-    if (wanted > capacity) {
-        memory = std::make_unique_for_overwrite<std::byte[]>(wanted);
-        capacity = wanted;
+// Returns memory for a message of this length. The contents are undefined.
+std::byte* MultiHostGroup::Message::reserve(std::size_t length) {
+    if (length > capacity) {
+        memory = std::make_unique_for_overwrite<std::byte[]>(length);
+        capacity = length;
     }
-    bytes = wanted;
+    bytes = length;
     return memory.get();
 }
 
@@ -57,14 +61,14 @@ MultiHostGroup::MultiHostGroup(Hosts hosts, HostSegment& host_segment, std::uniq
       router(host_segment.p2p, hosts.local_ranks(), &remote),
       hosts_(std::move(hosts)),
       host_segment_(host_segment),
-      rounds_(gather_rounds(hosts_.ranks.size())) {
+      rounds_(rounds_of_gathering(hosts_.ranks.size())) {
     static_assert(sizeof(FrameHeader) == 40);
-    static_assert(sizeof(Verdict) <= Verdict::kRoom && sizeof(Difference) <= kSmall);
-    static_assert(kMostData + kCacheLine <= kMinSlotBytes && kMostData + Verdict::kRoom <= kMinSlotBytes);
+    static_assert(sizeof(Outcome) <= Outcome::kSlotBytes && sizeof(Difference) <= kSmall);
+    static_assert(kMostData + kCacheLine <= kMinSlotBytes && kMostData + Outcome::kSlotBytes <= kMinSlotBytes);
     if (host_segment.slots.rank() == 0) post_receives();
 }
 
-// Rounds after the first forward what they have received, so all hosts must get the same.
+// If there are several rounds, leaders forward what they have received, so all hosts must get the same data.
 bool MultiHostGroup::can_carry(Collective collective, std::size_t bytes) const {
     if (Piggyback::most_bytes(hosts_, collective, bytes) > kMostData) return false;
     return rounds_.size() == 1 ||
@@ -76,41 +80,42 @@ int MultiHostGroup::leader(std::size_t distance) const {
     return hosts_.ranks[(hosts_.mine + distance) % hosts_.ranks.size()].front();
 }
 
-// The rounds of Bruck's all-gather of radix 4. A leader that has the frames of `have` hosts receives up to three times
-// as many at once, so up to 4 hosts take one round. Between 4 hosts and more, radix 2 sends fewer messages in more
-// rounds, each of which waits for the one before.
-std::vector<MultiHostGroup::Round> MultiHostGroup::gather_rounds(std::size_t hosts) {
+// The rounds of Bruck's all-gather of radix 4. A leader that has gathered the frames of n hosts receives those of up to
+// 3 n others in the next round, so up to 4 hosts need one round. For more hosts radix 2 would send fewer messages, in
+// more rounds, each of which waits for the last.
+std::vector<MultiHostGroup::Round> MultiHostGroup::rounds_of_gathering(std::size_t hosts) {
     constexpr std::size_t kRadix = 4;
     std::vector<Round> rounds;
-    for (std::size_t have = 1; have < hosts; have *= kRadix) {
+    for (std::size_t gathered = 1; gathered < hosts; gathered *= kRadix) {
         Round& round = rounds.emplace_back();
-        for (std::size_t distance = have; distance < std::min(have * kRadix, hosts); distance += have)
-            round.push_back({distance, std::min(have, hosts - distance)});
+        for (std::size_t distance = gathered; distance < std::min(gathered * kRadix, hosts); distance += gathered)
+            round.push_back({distance, std::min(gathered, hosts - distance)});
     }
     return rounds;
 }
 
-// The most bytes of a message.
-std::size_t MultiHostGroup::largest_message(const Exchange& exchange) const {
-    return exchange.frames * (sizeof(FrameHeader) + (rounds_.size() == 1 ? kMostData : kSmall));
+// The most bytes that a message has.
+std::size_t MultiHostGroup::largest_message(const RoundMessage& message) const {
+    return message.frames * (sizeof(FrameHeader) + (rounds_.size() == 1 ? kMostData : kSmall));
 }
 
-// Posts the receives of the next agreement, into the memory of the last one's receives.
+// Posts the receives of the next agreement. They use the memory of the receives of the last agreement.
 void MultiHostGroup::post_receives() {
-    auto posted = next_.begin();
+    auto receive = next_receives_.begin();
     for (const Round& round : rounds_) {
-        for (const Exchange& each : round) {
-            if (posted == next_.end()) posted = next_.insert(posted, {std::make_shared<Message>(), nullptr});
-            const std::size_t largest = largest_message(each);
-            std::byte* const memory = posted->message->reserve(largest);
-            posted->request = remote.receive(leader(each.distance), remote.tags.agreement(), memory, largest,
-                                             std::chrono::milliseconds::zero(), posted->message);
-            ++posted;
+        for (const RoundMessage& expected : round) {
+            if (receive == next_receives_.end())
+                receive = next_receives_.insert(receive, {std::make_shared<Message>(), nullptr});
+            const std::size_t largest = largest_message(expected);
+            std::byte* const memory = receive->message->reserve(largest);
+            receive->request = remote.receive(leader(expected.distance), remote.tags.agreement(), memory, largest,
+                                              std::chrono::milliseconds::zero(), receive->message);
+            ++receive;
         }
     }
 }
 
-// Combines what the ranks of this host have posted in the first phase.
+// The header of this host's frame: the sums of what its ranks have written before the first phase.
 MultiHostGroup::FrameHeader MultiHostGroup::host_header(const Call& call) const {
     const SlotExchange& slots = host_segment_.slots;
     FrameHeader header;
@@ -130,28 +135,28 @@ MultiHostGroup::MessagePtr MultiHostGroup::outgoing_message() {
     return outgoing_[outgoing_used_++];
 }
 
-// Makes the frame for each host: the header, and the data if there is any.
+// Makes own_frames_: for each host the header, and the data for that host. Hosts that get the same frame share one.
 void MultiHostGroup::pack_frames(FrameHeader header, const Piggyback* data) {
     const SlotExchange& slots = host_segment_.slots;
     std::vector<const std::byte*> rows;
     for (int peer = 0; peer < slots.size(); ++peer) rows.push_back(slots.theirs(peer) + kCacheLine);
-    frames_.assign(hosts_.ranks.size(), nullptr);
-    MessagePtr without_data, same;
-    for (std::size_t to = 0; to < frames_.size(); ++to) {
+    own_frames_.assign(hosts_.ranks.size(), nullptr);
+    MessagePtr without_data, with_data;
+    for (std::size_t to = 0; to < own_frames_.size(); ++to) {
         const std::size_t bytes = data ? data->message_bytes(hosts_.mine, to) : 0;
-        MessagePtr& known = bytes == 0 ? without_data : same;
-        if (!known || (bytes && data->is_addressed())) {
-            known = outgoing_message();
+        MessagePtr& frame = bytes == 0 ? without_data : with_data;
+        if (!frame || (bytes && data->is_addressed())) {
+            frame = outgoing_message();
             header.bytes = static_cast<std::uint32_t>(bytes);
-            std::byte* const memory = known->reserve(sizeof(header) + bytes);
+            std::byte* const memory = frame->reserve(sizeof(header) + bytes);
             std::memcpy(memory, &header, sizeof(header));
             if (bytes) data->pack(to, rows, memory + sizeof(header));
         }
-        frames_[to] = known;
+        own_frames_[to] = frame;
     }
 }
 
-// The call of this host, and another one if its ranks have made different calls.
+// The call of this host's leader, and another call if the ranks of this host have made different calls.
 MultiHostGroup::Difference MultiHostGroup::host_difference(const Call& call) const {
     const SlotExchange& slots = host_segment_.slots;
     const Membership& membership = host_segment_.membership;
@@ -160,10 +165,10 @@ MultiHostGroup::Difference MultiHostGroup::host_difference(const Call& call) con
     return {call, slots.call(peer), membership.group_rank(0), membership.group_rank(peer)};
 }
 
-// Appends the `count` frames of a message.
-void MultiHostGroup::unpack(const Message& message, std::size_t count, LeaderFrames& frames) {
+// Appends the `count` frames of a message to `frames`.
+void MultiHostGroup::append_frames(const Message& message, std::size_t count, LeaderFrames& frames) {
     const std::byte* from = message.memory.get();
-    for (std::size_t each = 0; each < count; ++each) {
+    for (std::size_t index = 0; index < count; ++index) {
         LeaderFrame& frame = frames.emplace_back();
         std::memcpy(&frame.header, from, sizeof(frame.header));
         frame.data = from + sizeof(frame.header);
@@ -171,46 +176,51 @@ void MultiHostGroup::unpack(const Message& message, std::size_t count, LeaderFra
     }
 }
 
-// A message of these frames, one after the other.
-MultiHostGroup::MessagePtr MultiHostGroup::joined(const LeaderFrames& frames) {
+// Makes a message of these frames, one after the other.
+MultiHostGroup::MessagePtr MultiHostGroup::join_frames(const LeaderFrames& frames) {
     std::size_t bytes = 0;
-    for (const LeaderFrame& each : frames) bytes += sizeof(each.header) + each.header.bytes;
+    for (const LeaderFrame& frame : frames) bytes += sizeof(frame.header) + frame.header.bytes;
     MessagePtr message = outgoing_message();
     std::byte* to = message->reserve(bytes);
-    for (const LeaderFrame& each : frames) {
-        std::memcpy(to, &each.header, sizeof(each.header));
-        to += sizeof(each.header);
-        if (each.header.bytes) std::memcpy(to, each.data, each.header.bytes);
-        to += each.header.bytes;
+    for (const LeaderFrame& frame : frames) {
+        std::memcpy(to, &frame.header, sizeof(frame.header));
+        to += sizeof(frame.header);
+        if (frame.header.bytes) std::memcpy(to, frame.data, frame.header.bytes);
+        to += frame.header.bytes;
     }
     return message;
 }
 
-// Sends frames_ and returns the frames of all hosts, by host.
+// Sends own_frames_ and returns the frames of all hosts, by host.
 MultiHostGroup::LeaderFrames MultiHostGroup::gather_frames(std::chrono::milliseconds timeout) {
     const std::size_t hosts = hosts_.ranks.size();
-    std::swap(now_, next_);
+    std::swap(current_receives_, next_receives_);
     const auto began = Clock::now();
+    // The frames that this leader has: of its own host first, then of the hosts after it.
     LeaderFrames frames;
     frames.reserve(hosts);
-    unpack(*frames_[hosts_.mine], 1, frames);
+    append_frames(*own_frames_[hosts_.mine], 1, frames);
     std::vector<RemotePeers::Handle> sent;
     try {
-        auto receive = now_.begin();
+        auto receive = current_receives_.begin();
         for (const Round& round : rounds_) {
-            const bool is_first = receive == now_.begin();
-            for (const Exchange& each : round) {
+            // 1. Send. The leader `distance` places after this one is the one that receives from this one.
+            const bool is_first = receive == current_receives_.begin();
+            for (const RoundMessage& each : round) {
                 const std::size_t distance = hosts - each.distance;
                 const auto first = frames.begin();
-                const MessagePtr message = is_first ? frames_[(hosts_.mine + distance) % hosts]
-                                                    : joined({first, first + static_cast<std::ptrdiff_t>(each.frames)});
+                const MessagePtr message = is_first
+                                               ? own_frames_[(hosts_.mine + distance) % hosts]
+                                               : join_frames({first, first + static_cast<std::ptrdiff_t>(each.frames)});
                 sent.push_back(remote.send(leader(distance), remote.tags.agreement(), message->memory.get(),
                                            message->bytes, timeout, message));
             }
-            if (is_first) post_receives();  // while the messages are in flight
-            for (const Exchange& each : round) {
+            // 2. Post the receives of the next agreement, while the messages of this one are in flight.
+            if (is_first) post_receives();
+            // 3. Receive.
+            for (const RoundMessage& each : round) {
                 remote.wait(receive->request, timeout, began);
-                unpack(*receive++->message, each.frames, frames);
+                append_frames(*receive++->message, each.frames, frames);
             }
         }
         for (const auto& request : sent) remote.wait(request);
@@ -219,12 +229,14 @@ MultiHostGroup::LeaderFrames MultiHostGroup::gather_frames(std::chrono::millisec
         throw;
     }
     outgoing_used_ = 0;
+    // 4. The frame of host 0 becomes the first.
     const auto first = frames.begin();
     std::rotate(first, first + static_cast<std::ptrdiff_t>((hosts - hosts_.mine) % hosts), frames.end());
     return frames;
 }
 
-// The first two calls that differ: a second gathering, of the calls themselves.
+// Returns the first two calls that differ. For that the leaders gather frames whose data is a Difference: the call of a
+// host, and another call if the host has two.
 MultiHostGroup::Difference MultiHostGroup::find_difference(const Call& call, std::chrono::milliseconds timeout) {
     const Difference mine = host_difference(call);
     const MessagePtr message = outgoing_message();
@@ -233,28 +245,29 @@ MultiHostGroup::Difference MultiHostGroup::find_difference(const Call& call, std
     header.bytes = sizeof(mine);
     std::memcpy(memory, &header, sizeof(header));
     std::memcpy(memory + sizeof(header), &mine, sizeof(mine));
-    frames_.assign(hosts_.ranks.size(), message);
-    Difference found;
-    for (const LeaderFrame& each : gather_frames(timeout)) {
+    own_frames_.assign(hosts_.ranks.size(), message);
+    Difference first;
+    for (const LeaderFrame& frame : gather_frames(timeout)) {
         Difference theirs;
-        std::memcpy(static_cast<void*>(&theirs), each.data, sizeof(theirs));
-        if (found.rank < 0) found = theirs;
-        if (found.other_rank >= 0) break;
-        if (!theirs.call.agrees_with(found.call)) {
-            found.other = theirs.call;
-            found.other_rank = theirs.rank;
+        std::memcpy(static_cast<void*>(&theirs), frame.data, sizeof(theirs));
+        if (first.rank < 0) first = theirs;
+        if (first.other_rank >= 0) break;
+        if (!theirs.call.agrees_with(first.call)) {
+            first.other = theirs.call;
+            first.other_rank = theirs.rank;
         } else if (theirs.other_rank >= 0) {
-            found.other = theirs.other;
-            found.other_rank = theirs.other_rank;
+            first.other = theirs.other;
+            first.other_rank = theirs.other_rank;
         }
     }
-    return found;
+    return first;
 }
 
-// On a leader, after the ranks of its host have posted their calls. `result`: where the result of the data is written.
-MultiHostGroup::Verdict MultiHostGroup::decide(const Call& call, const Data& data, std::byte* result,
+// The second step, on a leader. `result`: the memory into which the result of the data is written.
+MultiHostGroup::Outcome MultiHostGroup::decide(const Call& call, const CarriedData& data, std::byte* result,
                                                std::chrono::milliseconds timeout) {
-    Verdict verdict;
+    // 1. Gather the frames of all hosts, and compare their calls.
+    Outcome outcome;
     const FrameHeader header = host_header(call);
     pack_frames(header, header.differs ? nullptr : data.piggyback);
     const LeaderFrames frames = gather_frames(timeout);
@@ -262,56 +275,60 @@ MultiHostGroup::Verdict MultiHostGroup::decide(const Call& call, const Data& dat
         return !frame.header.differs && frame.header.checksum == frames[0].header.checksum;
     });
     if (!all_agree) {
-        verdict.difference = find_difference(call, timeout);
-        return verdict;
+        outcome.difference = find_difference(call, timeout);
+        return outcome;
     }
+    // 2. Add up the terms, and combine the data.
     std::vector<const std::byte*> messages;
     for (const LeaderFrame& frame : frames) {
-        add(verdict.terms, frame.header.terms);
+        add(outcome.terms, frame.header.terms);
         messages.push_back(frame.data);
     }
-    if (!data.piggyback || verdict.terms != data.wanted) return verdict;
+    if (!data.piggyback || outcome.terms != data.expected) return outcome;
     for (std::size_t host = 0; host < frames.size(); ++host) {
         if (frames[host].header.bytes != data.piggyback->message_bytes(host, hosts_.mine))
             throw std::logic_error("data of another length than the call has came with an agreement");
     }
     data.piggyback->combine(messages, result);
-    verdict.moved = true;
-    return verdict;
+    outcome.is_moved = true;
+    return outcome;
 }
 
-Terms MultiHostGroup::run(const Call& call, const Data& data, std::chrono::milliseconds timeout) {
+Terms MultiHostGroup::agree_and_carry(const Call& call, const CarriedData& data, std::chrono::milliseconds timeout) {
+    // 1. Write the call, the terms and the data of this rank.
     SlotExchange& slots = host_segment_.slots;
     remote.begin_call(call, timeout);
     slots.open(call, timeout + RemotePeers::kLocalMargin, false);
     std::memcpy(slots.mine(), data.terms.data(), sizeof(data.terms));
     if (data.piggyback) data.piggyback->post(slots.mine() + kCacheLine);
     slots.phase();
+    // 2. The leader decides; the other ranks wait.
     if (slots.rank() == 0) {
-        const Verdict verdict = decide(call, data, slots.mine() + Verdict::kRoom, timeout);
-        std::memcpy(slots.mine(), &verdict, sizeof(verdict));
+        const Outcome outcome = decide(call, data, slots.mine() + Outcome::kSlotBytes, timeout);
+        std::memcpy(slots.mine(), &outcome, sizeof(outcome));
         slots.phase();
     } else {
-        const BackgroundScope sleeping;  // the leader waits for the network, and needs the core for it
-        slots.restart_timeout();         // the leader has its full timeout, even if this rank has come early
+        const BackgroundScope background;  // the leader waits for the network, and needs the core for it
+        slots.restart_timeout();           // the leader has its full timeout, even if this rank has come early
         slots.phase();
     }
-    Verdict verdict;
-    std::memcpy(static_cast<void*>(&verdict), slots.theirs(0), sizeof(verdict));
-    const Difference& found = verdict.difference;
-    if (found.other_rank >= 0) throw_mismatch(rank(), found.rank, found.call, found.other_rank, found.other);
-    if (verdict.moved) data.piggyback->deliver(slots.theirs(0) + Verdict::kRoom);
-    return verdict.terms;
+    // 3. Read the outcome.
+    Outcome outcome;
+    std::memcpy(static_cast<void*>(&outcome), slots.theirs(0), sizeof(outcome));
+    const Difference& calls = outcome.difference;
+    if (calls.other_rank >= 0) throw_mismatch(rank(), calls.rank, calls.call, calls.other_rank, calls.other);
+    if (outcome.is_moved) data.piggyback->deliver(slots.theirs(0) + Outcome::kSlotBytes);
+    return outcome.terms;
 }
 
 Terms MultiHostGroup::agree(const Call& call, std::chrono::milliseconds timeout, const Terms& terms) {
-    return run(call, {nullptr, terms, {}}, timeout);
+    return agree_and_carry(call, {nullptr, terms, {}}, timeout);
 }
 
 Terms MultiHostGroup::agree_and_move(const Call& call, const ProgramBuffer& buffer, std::chrono::milliseconds timeout,
-                                     const Terms& terms, const Terms& wanted) {
+                                     const Terms& terms, const Terms& expected) {
     const Piggyback piggyback(hosts_, rank(), call, buffer);
-    return run(call, {&piggyback, terms, wanted}, timeout);
+    return agree_and_carry(call, {&piggyback, terms, expected}, timeout);
 }
 
 LinkCosts MultiHostGroup::first_agreement(const Call& call, std::uint64_t network, std::chrono::milliseconds timeout) {

@@ -1,15 +1,18 @@
-// A group on several hosts, as one rank takes part in it: the segment that it shares with the ranks of its host, and
-// the routes to the others.
+// A group on several hosts, as one rank takes part in it: the agreement of all ranks on each call, and the routes to
+// the other ranks. The adapter for torch has one object for each such group, and calls it in the thread that makes the
+// call.
 //
-// The first rank of each host is its leader. Everything that all ranks must agree on is combined in three steps: up to
-// the leader of each host through shared memory, among the leaders in log4(hosts) rounds of messages, and down again.
-// That includes each call, and data for which these messages are the fastest way (see piggyback.h).
+// In an agreement all ranks compare the calls that they are about to make, and add up numbers (Terms). Data of the
+// collective travels in the same messages if that is its fastest way (see piggyback.h). The first rank of each host is
+// its leader. An agreement has three steps:
 //
-//     host a   0 1 2 3      post call and data                    wait                 read verdict and result
-//     leaders  0 4 8                                   gather all (Bruck, radix 4)
+//     1. ranks     write their calls, terms and data into their slots in shared memory; phase
+//     2. leaders   gather a frame from each leader, in log4(hosts) rounds of messages (Bruck, radix 4), and write the
+//                  outcome, with the result of the data, into their slots; the other ranks wait in the next phase
+//     3. ranks     read the outcome and the result in the slot of their leader
 //
-// For each host 40 bytes are sent, with a checksum of the call, and the data. Only if checksums differ, a second
-// gathering brings the calls themselves, for the error. Then no rank has written its output.
+// A frame is what a leader sends of its host: 40 bytes with a checksum of the call, and the data. Only if checksums
+// differ, a second gathering brings the calls themselves, for the error. No rank has written its output then.
 //
 // Leaders post the receives of the next agreement in the middle of the current one, so that a message never waits for
 // its receive. These receives are as large as the largest message; most messages are shorter.
@@ -38,7 +41,7 @@ inline void add(Terms& sum, const Terms& terms) {
 
 class MultiHostGroup {
 public:
-    static constexpr std::size_t kMostData = 128 << 10;  // in a message of an agreement, and in a slot
+    static constexpr std::size_t kMostData = 128 << 10;  // bytes in a message of an agreement, and in a slot
     static constexpr std::size_t kMinSlotBytes = kMostData + 4096;
 
     MultiHostGroup(Hosts hosts, HostSegment& host_segment, std::unique_ptr<Transport> transport);
@@ -54,10 +57,10 @@ public:
     bool is_small(Collective collective, std::size_t bytes) const {
         return bytes <= kSmall && can_carry(collective, bytes);
     }
-    // Agrees on the call and moves its data in the same messages, unless the sum of the terms is not `wanted`: then no
-    // output is written. can_carry() must hold.
+    // As agree(), and moves the data of the call in the same messages. can_carry() must hold. If the sum of the terms
+    // is not `expected`, no output is written.
     Terms agree_and_move(const Call& call, const ProgramBuffer& buffer, std::chrono::milliseconds timeout,
-                         const Terms& terms = {}, const Terms& wanted = {});
+                         const Terms& terms = {}, const Terms& expected = {});
 
     // The first agreement of the group, in which all ranks learn what the link between the first two hosts costs.
     // `network`: see measure_link(); if it is 0 the link is not measured. Either all ranks give 0, or none does.
@@ -67,58 +70,59 @@ public:
     Router router;
 
 private:
-    // Data that is the same for all hosts may be forwarded, by so many bytes a host, in a group of few hosts.
+    // Data that is the same for all hosts is forwarded by other leaders, if it has few bytes and the group few hosts.
     static constexpr std::size_t kSmall = 1024, kFewHosts = 64;
 
     struct FrameHeader;
     struct LeaderFrame;
     struct Difference;
-    struct Verdict;
-    struct Data;
+    struct Outcome;
+    struct CarriedData;
     using LeaderFrames = std::vector<LeaderFrame>;
     // Memory of a message, which is used again for later ones.
     struct Message {
         std::unique_ptr<std::byte[]> memory;
         std::size_t capacity = 0, bytes = 0;
 
-        std::byte* reserve(std::size_t wanted);
+        std::byte* reserve(std::size_t length);
     };
     using MessagePtr = std::shared_ptr<Message>;
-    // A message of a round: the frames of so many hosts, from the leader `distance` places after the receiver.
-    struct Exchange {
+    // A message of a round: `frames` frames, from the leader of the host `distance` places after the receiver's.
+    struct RoundMessage {
         std::size_t distance, frames;
     };
-    using Round = std::vector<Exchange>;
+    using Round = std::vector<RoundMessage>;
     struct PostedReceive {
         MessagePtr message;
         RemotePeers::Handle request;
     };
 
-    static std::vector<Round> gather_rounds(std::size_t hosts);
+    static std::vector<Round> rounds_of_gathering(std::size_t hosts);
 
     int leader(std::size_t distance) const;
     int rank() const { return host_segment_.membership.group_rank(host_segment_.slots.rank()); }
-    std::size_t largest_message(const Exchange& exchange) const;
+    std::size_t largest_message(const RoundMessage& message) const;
     FrameHeader host_header(const Call& call) const;
     Difference host_difference(const Call& call) const;
     void post_receives();
     MessagePtr outgoing_message();
     void pack_frames(FrameHeader header, const Piggyback* data);
-    static void unpack(const Message& message, std::size_t count, LeaderFrames& frames);
-    MessagePtr joined(const LeaderFrames& frames);
+    static void append_frames(const Message& message, std::size_t count, LeaderFrames& frames);
+    MessagePtr join_frames(const LeaderFrames& frames);
     LeaderFrames gather_frames(std::chrono::milliseconds timeout);
     Difference find_difference(const Call& call, std::chrono::milliseconds timeout);
-    Verdict decide(const Call& call, const Data& data, std::byte* result, std::chrono::milliseconds timeout);
-    Terms run(const Call& call, const Data& data, std::chrono::milliseconds timeout);
+    Outcome decide(const Call& call, const CarriedData& data, std::byte* result, std::chrono::milliseconds timeout);
+    Terms agree_and_carry(const Call& call, const CarriedData& data, std::chrono::milliseconds timeout);
 
     const Hosts hosts_;
     HostSegment& host_segment_;
     const std::vector<Round> rounds_;
     // On leaders:
-    std::vector<MessagePtr> frames_;    // the own frame of the current agreement, by the host that gets it
-    std::vector<MessagePtr> outgoing_;  // frames_ and the frames of later rounds, the first outgoing_used_ in use
-    std::size_t outgoing_used_ = 0;
-    std::vector<PostedReceive> now_, next_;  // of the current and the next agreement, in the order of the rounds
+    std::vector<MessagePtr> own_frames_;  // this host's frame of the current agreement, by the host that gets it
+    std::vector<MessagePtr> outgoing_;    // own_frames_ and the messages of later rounds; kept for the next agreement
+    std::size_t outgoing_used_ = 0;       // how many of outgoing_ belong to the current agreement
+    // Of the current and the next agreement, in the order of the rounds:
+    std::vector<PostedReceive> current_receives_, next_receives_;
 };
 
 }  // namespace dist_prims
