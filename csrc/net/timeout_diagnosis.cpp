@@ -1,3 +1,5 @@
+// A rank takes part in a diagnosis from two sides. diagnose() and answer() run in a thread that waits for a message of
+// the group, and send the remarks of this rank. The listener thread receives the remarks of other ranks.
 #include "timeout_diagnosis.h"
 
 #include <algorithm>
@@ -13,8 +15,8 @@ using namespace std::chrono_literals;
 constexpr auto kReplyTime = 1s;  // for all replies: waits check for a diagnosis every 10 to 100 ms
 constexpr auto kBetweenLooks = 20ms;
 constexpr int kLooks = kReplyTime / kBetweenLooks;
-constexpr auto kLongestReplyTime = 1800ms;                       // less than RemotePeers::kLocalMargin
-constexpr auto kForever = std::chrono::milliseconds(24h * 365);  // transports have no infinite timeout
+constexpr auto kLongestReplyTime = 1800ms;                    // less than RemotePeers::kLocalMargin
+constexpr auto kYear = std::chrono::milliseconds(24h * 365);  // transports have no infinite timeout
 
 }  // namespace
 
@@ -32,24 +34,26 @@ TimeoutDiagnosis::~TimeoutDiagnosis() {
 void TimeoutDiagnosis::close() {
     {
         const std::lock_guard lock(mutex_);
-        closing_ = true;
-        if (next_) next_->abort();
+        is_closing_ = true;
+        if (remark_request_) remark_request_->abort();
     }
     if (listener_.joinable()) listener_.join();
-    sent_.clear();  // all requests go before the transport
-    next_.reset();
+    sent_.clear();  // all requests must be destroyed before the transport
+    remark_request_.reset();
 }
 
 // Under the lock.
 void TimeoutDiagnosis::post_receive() {
-    next_ = transport_.receive(Transport::kAnyone, tag_, reinterpret_cast<std::byte*>(&received_), sizeof(received_));
+    remark_request_ =
+        transport_.receive(Transport::kAnyone, tag_, reinterpret_cast<std::byte*>(&received_), sizeof(received_));
 }
 
+// Under the lock. A transport may report here each rank that has gone, once.
 void TimeoutDiagnosis::repost_receive() {
     for (std::size_t attempt = 0;; ++attempt) {
         try {
             return post_receive();
-        } catch (const std::exception&) {  // a transport may report here each rank that has gone, once
+        } catch (const std::exception&) {
             if (attempt == others_.size()) throw;
         }
     }
@@ -57,22 +61,23 @@ void TimeoutDiagnosis::repost_receive() {
 
 void TimeoutDiagnosis::run_listener() {
     try {
-        while (next_->wait(kForever)) {
+        while (remark_request_->wait(kYear)) {
             on_remark(received_);
             const std::lock_guard lock(mutex_);
-            if (closing_) return;
+            if (is_closing_) return;
             repost_receive();
         }
     } catch (const std::exception&) {  // the transport has ended; the cause is reported elsewhere
     }
 }
 
+// On the listener thread.
 void TimeoutDiagnosis::on_remark(const Remark& remark) {
     if (remark.kind >= 0)
         return callback_(Membership::Notice{static_cast<CommError::Kind>(remark.kind), remark.target, remark.rank});
     {
         const std::lock_guard lock(mutex_);
-        if (closing_ || !note(remark)) return;
+        if (is_closing_ || !add_remark(remark)) return;
         report_unanswering();
         changed_.notify_all();
     }
@@ -81,20 +86,21 @@ void TimeoutDiagnosis::on_remark(const Remark& remark) {
 }
 
 // Under the lock. Returns false if the remark is known.
-bool TimeoutDiagnosis::note(const Remark& remark) {
-    if (!known_.insert(remark).second) return false;
+bool TimeoutDiagnosis::add_remark(const Remark& remark) {
+    if (!remarks_.insert(remark).second) return false;
     if (remark.kind == kWaits) awaits_[remark.rank] = remark.target;
     if (remark.kind == kUnanswered) unanswered_.insert({remark.rank, remark.target});
     forward(remark);
     return true;
 }
 
-// Under the lock. Forwards the remarks of the two ranks of a link that does not deliver to each other.
+// Under the lock. If data between two ranks is not answered, forwards the remarks of each to the other: this remark, if
+// it is of one of them, or all their remarks, if this one says that data is not answered.
 void TimeoutDiagnosis::forward(const Remark& remark) {
     const auto forward_between = [&](int from, int to) {
         for (const auto kind : {kUnanswered, kWaits}) {  // in this order: see announce()
-            for (const Remark& each : known_) {
-                if (each.kind == kind && each.rank == from && to != me_ && from != me_) send(to, each);
+            for (const Remark& known : remarks_) {
+                if (known.kind == kind && known.rank == from && to != me_ && from != me_) send(to, known);
             }
         }
     };
@@ -109,12 +115,12 @@ void TimeoutDiagnosis::forward(const Remark& remark) {
     }
 }
 
-// Under the lock. The remark must stay.
+// Under the lock. Sends the copy of the remark in remarks_, which stays valid.
 void TimeoutDiagnosis::send(int to, const Remark& remark) {
     try {
-        const auto& kept = *known_.insert(remark).first;
+        const auto& kept = *remarks_.insert(remark).first;
         sent_.push_back(transport_.send(to, tag_, reinterpret_cast<const std::byte*>(&kept), sizeof(kept)));
-    } catch (const std::exception&) {  // it is gone
+    } catch (const std::exception&) {  // the rank has gone
     }
 }
 
@@ -122,12 +128,12 @@ void TimeoutDiagnosis::send_all(const Remark& remark) {
     for (const int other : others_) send(other, remark);
 }
 
-// Under the lock. Also a rank that waits for no other one may have sent what is not answered.
+// Under the lock. A rank that waits for no other rank may have sent data that is not answered, too.
 void TimeoutDiagnosis::report_unanswering() {
     if (std::exchange(has_reported_, true)) return;
     for (const int rank : transport_.unanswering()) {
         const Remark remark{me_, rank, kUnanswered};
-        if (note(remark)) send_all(remark);
+        if (add_remark(remark)) send_all(remark);
     }
 }
 
@@ -135,74 +141,79 @@ void TimeoutDiagnosis::report_unanswering() {
 // waits for one rank after the other.
 void TimeoutDiagnosis::announce(int awaited) {
     const std::lock_guard lock(mutex_);
-    if (closing_ || std::exchange(has_announced_, true)) return;
-    report_unanswering();  // first: who knows the edge knows this too
+    if (is_closing_ || std::exchange(has_announced_, true)) return;
+    report_unanswering();  // first, so that a rank that receives the edge has received this report as well
     const Remark remark{me_, awaited, kWaits};
-    note(remark);
+    add_remark(remark);
     send_all(remark);
 }
 
 void TimeoutDiagnosis::send_notice(const Membership::Notice& notice) {
     const std::lock_guard lock(mutex_);
-    if (!closing_) send_all({notice.other, notice.culprit, static_cast<std::int32_t>(notice.kind)});
+    if (!is_closing_) send_all({notice.other, notice.culprit, static_cast<std::int32_t>(notice.kind)});
 }
 
-Membership::Notice TimeoutDiagnosis::diagnose(int awaited, const std::function<bool()>& over) {
+Membership::Notice TimeoutDiagnosis::diagnose(int awaited, const std::function<bool()>& stops) {
     announce(awaited);
     const auto until = Clock::now() + kLongestReplyTime;
     int looks = 0;  // on a busy machine a look takes longer, as replies do
     const auto all_have_replied = [this] { return awaits_.size() > others_.size(); };
     for (bool done = false; !done;) {
-        // without the lock: it may run a signal handler, which may end the group
-        done = over() || looks >= kLooks || Clock::now() >= until;
+        // stops() is called without the lock: it may run a signal handler, which may end the group.
+        done = stops() || looks >= kLooks || Clock::now() >= until;
         std::unique_lock lock(mutex_);
         done = done || all_have_replied();
         if (!done) looks += changed_.wait_for(lock, kBetweenLooks) == std::cv_status::timeout;
     }
     const std::lock_guard lock(mutex_);
-    return verdict(awaited);
+    return find_cause(awaited);
 }
 
 // Under the lock.
 bool TimeoutDiagnosis::has_replied(int rank) const {
-    return rank == me_ || std::any_of(known_.begin(), known_.end(),
-                                      [&](const Remark& each) { return each.kind < 0 && each.rank == rank; });
+    return rank == me_ || std::any_of(remarks_.begin(), remarks_.end(),
+                                      [&](const Remark& known) { return known.kind < 0 && known.rank == rank; });
 }
 
-// Under the lock. Whether both ranks live, and the link between their hosts does not deliver.
+// Under the lock. Whether the link between two ranks is cut, and not one of the ranks dead.
 bool TimeoutDiagnosis::is_cut(int rank, int other) const {
     return (unanswered_.count({rank, other}) || unanswered_.count({other, rank})) && has_replied(rank) &&
            has_replied(other);
 }
 
-// Under the lock. Ranks that know the same come to the same verdict.
-Membership::Notice TimeoutDiagnosis::verdict(int awaited) const {
+// Under the lock. The cause of the timeout, according to the remarks. Ranks with the same remarks find the same cause.
+Membership::Notice TimeoutDiagnosis::find_cause(int awaited) const {
+    // 1. A rank waits for another, and the link between them is cut.
     std::set<Link> cut;
     for (const auto& [rank, target] : awaits_) {
         if (is_cut(rank, target)) cut.insert(std::minmax(rank, target));
     }
     if (!cut.empty()) return {CommError::Kind::kUnreachable, cut.begin()->second, cut.begin()->first};
-    std::set<int> chain;  // from the awaited rank to its end, or until it meets itself
+    // 2. Follow the chain of waits to its end, the rank that has not replied, or until it meets itself.
+    std::set<int> chain;
     int last = awaited;
     for (; chain.insert(last).second; last = awaits_.at(last)) {
         if (!awaits_.count(last)) return {CommError::Kind::kLost, last};
     }
-    for (const auto& [rank, target] : awaits_) {  // an edge of the circle may be out of date: see announce()
+    // 3. The chain is a circle. An edge of it may be out of date (see announce()), so look for a rank that has not
+    // replied outside the circle.
+    for (const auto& [rank, target] : awaits_) {
         if (!awaits_.count(target)) return {CommError::Kind::kLost, target};
     }
-    int first = last;  // of the circle
-    for (int each = awaits_.at(last); each != last; each = awaits_.at(each)) first = std::min(first, each);
+    // 4. A deadlock. Name its lowest rank, and the rank for which that one waits.
+    int first = last;
+    for (int member = awaits_.at(last); member != last; member = awaits_.at(member)) first = std::min(first, member);
     return {CommError::Kind::kLost, first, awaits_.at(first)};
 }
 
 std::vector<TimeoutDiagnosis::Link> TimeoutDiagnosis::cut_links() {
     const std::lock_guard lock(mutex_);
-    for (const int rank : transport_.unanswering()) unanswered_.insert({me_, rank});  // more than at the report
-    std::vector<Link> found;
+    for (const int rank : transport_.unanswering()) unanswered_.insert({me_, rank});  // since report_unanswering()
+    std::vector<Link> cut;
     for (const auto& [rank, other] : unanswered_) {
-        if (is_cut(rank, other)) found.push_back({rank, other});
+        if (is_cut(rank, other)) cut.push_back({rank, other});
     }
-    return found;
+    return cut;
 }
 
 }  // namespace dist_prims

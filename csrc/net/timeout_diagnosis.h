@@ -1,16 +1,17 @@
-// Timeout diagnosis: which rank is late when a wait for another host times out.
+// Timeout diagnosis: which rank is late when a wait for another host times out. RemotePeers has one for each rank.
 //
 // A rank that times out knows only which peer it was waiting for, and that peer may itself be blocked. It therefore
-// broadcasts its wait-for edge; every other blocked rank replies with its own. The culprit is the end of the chain: the
-// rank that never replies.
+// sends a remark to all ranks: its wait-for edge. Every other blocked rank replies to all with a remark of its own. The
+// culprit is the end of the chain: the rank that never replies.
 //
 //     rank 0, timed out    waits for 1
 //     rank 1                             waits for 2
-//     rank 2               ...                          no reply: rank 2 is late
+//     rank 2                                            no reply: rank 2 is late
 //
-// No rank is late if a link between two hosts drops packets. Each rank therefore also reports the ranks whose hosts do
-// not answer what it has sent. If two ranks reply, one waits for the other, and the data between them is not answered,
-// the link between them does not deliver. Two such ranks may not hear each other, so the others forward their remarks.
+// No rank is late if the link between two hosts drops packets, and the link is then said to be cut. Each rank therefore
+// also reports the ranks whose hosts do not answer what it has sent. A link is cut if both ranks reply, and one of them
+// reports that the host of the other does not answer. Remarks between two such ranks are lost, so the other ranks
+// forward them.
 #pragma once
 
 #include <atomic>
@@ -36,7 +37,11 @@ public:
     // waits of this rank should then check for failures.
     using Callback = std::function<void(const std::optional<Membership::Notice>&)>;
 
-    // `others` are all ranks of the group but `me`, as the transport numbers them.
+    // Starts the listener thread.
+    //
+    // Args:
+    //     transport: carries the remarks under `tag`, which nothing else uses.
+    //     me, others: this rank, and all other ranks of the group, as the transport numbers them.
     TimeoutDiagnosis(Transport& transport, int tag, int me, std::vector<int> others, Callback callback);
     ~TimeoutDiagnosis();
     TimeoutDiagnosis(const TimeoutDiagnosis&) = delete;
@@ -46,20 +51,21 @@ public:
         if (is_diagnosing_.load(std::memory_order_acquire)) announce(awaited);
     }
     // This rank has timed out waiting for `awaited`. Collects the replies of the others for 1 s (up to 1.8 s on a busy
-    // machine), or until `over` holds, and returns the cause: the late rank, or the ranks at the ends of a link that
-    // does not deliver.
-    Membership::Notice diagnose(int awaited, const std::function<bool()>& over);
+    // machine), or until `stops` returns true, and returns the cause: the late rank, or the ranks at the ends of a cut
+    // link.
+    Membership::Notice diagnose(int awaited, const std::function<bool()>& stops);
     // Sends the cause of the group's end to all other ranks.
     void send_notice(const Membership::Notice& notice);
 
-    // The links between these ranks do not deliver.
+    // The links that are cut, as far as this rank knows.
     std::vector<Link> cut_links();
     // Ends the diagnosis permanently: nothing is sent or received afterwards.
     void close();
 
 private:
-    // A wait-for edge: `rank` waits for `target`. Or the host of `target` does not answer `rank`. Or, where `kind` is
-    // an error's, a notice: `target` is the culprit, and `rank` the other rank of the notice.
+    // The message of a diagnosis. `kind` says what it is: kWaits, a wait-for edge: `rank` waits for `target`;
+    // kUnanswered: the host of `target` does not answer `rank`; or the kind of an error, for a notice: `target` is the
+    // culprit, and `rank` the other rank of the notice.
     struct Remark {
         std::int32_t rank, target, kind;
         auto operator<=>(const Remark&) const = default;
@@ -70,7 +76,7 @@ private:
     void report_unanswering();
     void send(int to, const Remark& remark);
     void send_all(const Remark& remark);
-    bool note(const Remark& remark);
+    bool add_remark(const Remark& remark);
     void forward(const Remark& remark);
     bool has_replied(int rank) const;
     bool is_cut(int rank, int other) const;
@@ -78,7 +84,7 @@ private:
     void repost_receive();
     void run_listener();
     void on_remark(const Remark& remark);
-    Membership::Notice verdict(int awaited) const;
+    Membership::Notice find_cause(int awaited) const;
 
     Transport& transport_;
     const int tag_, me_;
@@ -89,13 +95,13 @@ private:
     std::mutex mutex_;  // of all below
     std::condition_variable changed_;
     Remark received_{};
-    std::set<Remark> known_;  // the remarks of all ranks, whose memory the messages below use
+    std::set<Remark> remarks_;  // of all ranks; sent_ reads them in place
     bool has_announced_ = false, has_reported_ = false;
     std::vector<Transport::Handle> sent_;
-    Transport::Handle next_;  // the posted receive of the next remark; waited for without the lock
-    std::map<int, int> awaits_;
-    std::set<Link> unanswered_;  // the sender and the rank whose host does not answer
-    bool closing_ = false;
+    Transport::Handle remark_request_;  // the receive into received_; the listener waits for it without the lock
+    std::map<int, int> awaits_;         // the wait-for edges: rank and target
+    std::set<Link> unanswered_;         // the sender, and the rank whose host does not answer
+    bool is_closing_ = false;
     std::thread listener_;
 };
 
