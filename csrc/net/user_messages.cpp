@@ -1,3 +1,6 @@
+// The way of a request: send() or receive() posts it, start() adds it to pending_. Then exactly one thread ends it: a
+// thread in wait(), the thread of this class (run), or, for a message that comes in shared memory, a thread of
+// PointToPoint. `is_awaited` and `state`, under the lock, decide which one. finish() calls `done`.
 #include "user_messages.h"
 
 #include <algorithm>
@@ -11,12 +14,12 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr auto kTick = 1ms, kIdleTick = 5ms;
-constexpr int kIdleTicks = 20;
+constexpr auto kLookInterval = 1ms, kIdleLookInterval = 5ms;  // of the thread
+constexpr int kIdleLooks = 20;                                // without a request; then the thread sleeps
 constexpr std::chrono::steady_clock::duration kShortestPause = 20us, kLongestPause = 1ms;
-constexpr auto kBetweenChecks = 10ms;
+constexpr auto kBetweenChecks = 10ms;  // for failures, and for the end of another thread's wait
 
-// The kind of a failure of communication; none for another exception.
+// The kind of a CommError; none for another exception.
 std::optional<CommError::Kind> kind_of(const std::exception_ptr& error) {
     try {
         std::rethrow_exception(error);
@@ -31,19 +34,19 @@ std::optional<CommError::Kind> kind_of(const std::exception_ptr& error) {
 
 struct UserMessages::Request {
     Done done;
-    Transport::Owner owner;        // of the memory, as long as a receive in another place may use it
-    RemotePeers::Handle remote{};  // until the request is over
-    PointToPoint::Handle local{};  // of a receive from any rank
+    Transport::Owner owner;        // of the memory
+    RemotePeers::Handle remote{};  // the message at the transport; null when the request is over
+    PointToPoint::Handle local{};  // the receive in shared memory, of a receive from any rank
     int source = Transport::kAnyone;
-    bool came_in_memory = false;  // from a rank of this host
-    bool is_awaited = false;      // by a thread, which ends the request
+    bool came_in_shared_memory = false;  // from a rank of this host
+    bool is_awaited = false;             // by a thread, which then ends the request
     State state = State::kOpen;
 };
 
 UserMessages::Handle UserMessages::send(int peer, int tag, const Memory& memory, Milliseconds timeout, Done done) {
     auto request = std::make_shared<Request>(Request{std::move(done), memory.owner});
     request->remote = remote_.send(peer, tag, memory.data, memory.bytes, timeout, memory.owner);
-    return begin(request);
+    return start(request);
 }
 
 UserMessages::Handle UserMessages::receive(int peer, int tag, const Memory& memory, Milliseconds timeout, Done done) {
@@ -54,9 +57,10 @@ UserMessages::Handle UserMessages::receive(int peer, int tag, const Memory& memo
         request->remote = remote_.receive(peer, tag, memory.data, memory.bytes, timeout, memory.owner);
         request->source = peer;
     }
-    return begin(request);
+    return start(request);
 }
 
+// Posts a receive in both places. The callback of PointToPoint runs when the message has come in shared memory.
 void UserMessages::receive_from_any(int tag, const Memory& memory, Milliseconds timeout, const Handle& request) {
     const auto claim = std::make_shared<Claim>();
     const auto local_timeout = timeout + RemotePeers::kLocalMargin;
@@ -72,16 +76,16 @@ void UserMessages::receive_from_any(int tag, const Memory& memory, Milliseconds 
     if (request->state == State::kOpen) request->remote = std::move(remote);
 }
 
-// The request has been posted. It may be over already.
-UserMessages::Handle UserMessages::begin(const Handle& request) {
+// Called after the request has been posted, and may be over already.
+UserMessages::Handle UserMessages::start(const Handle& request) {
     if (const auto remote = remote_of(request); remote && RemotePeers::is_done(remote)) {
         request->is_awaited = true;  // no other thread knows it
-        end_by(request, [&] { remote_.wait(remote); });
+        end_with(request, [&] { remote_.wait(remote); });
         return request;
     }
     const std::lock_guard lock(mutex_);
     if (request->state != State::kOpen) return request;
-    if (closed_) std::rethrow_exception(closed_);
+    if (close_reason_) std::rethrow_exception(close_reason_);
     if (!thread_.has_begun())
         thread_ = Thread(membership_.own_name() + ": the thread of its messages between hosts",
                          [self = shared_from_this()] { self->run(); });
@@ -96,20 +100,21 @@ RemotePeers::Handle UserMessages::remote_of(const Handle& request) {
 }
 
 int UserMessages::source(const Request& request) const {
-    return request.came_in_memory ? membership_.group_rank(request.local->peer) : request.source;
+    return request.came_in_shared_memory ? membership_.group_rank(request.local->peer) : request.source;
 }
 
 void UserMessages::wait(const Handle& request, Milliseconds limit) {
     const auto until = limit == Milliseconds::max() ? Clock::time_point::max() : Clock::now() + limit;
-    if (begin_wait(request, limit, until)) {
-        end_by(request, [&] { move_until_over(request, limit, until); });
+    if (is_first_to_wait(request, limit, until)) {
+        end_with(request, [&] { wait_for_remote(request, limit, until); });
         std::unique_lock lock(mutex_);  // another thread may be about to end it
         while (request->state != State::kOver) wait_for_notification(changed_, lock);
     }
 }
 
-// Returns true if this thread is to wait for the request; false if it is over.
-bool UserMessages::begin_wait(const Handle& request, Milliseconds limit, Clock::time_point until) {
+// Whether this thread is the first to wait for the request, which it must end then. If not, returns when the request is
+// over.
+bool UserMessages::is_first_to_wait(const Handle& request, Milliseconds limit, Clock::time_point until) {
     std::unique_lock lock(mutex_);
     while (request->state != State::kOver) {
         if (!std::exchange(request->is_awaited, true)) return true;
@@ -121,19 +126,19 @@ bool UserMessages::begin_wait(const Handle& request, Milliseconds limit, Clock::
     return false;
 }
 
-void UserMessages::move_until_over(const Handle& request, Milliseconds limit, Clock::time_point until) {
+void UserMessages::wait_for_remote(const Handle& request, Milliseconds limit, Clock::time_point until) {
     const auto remote = remote_of(request);
     if (!remote) return;
     if (until < remote->deadline) {
         remote->timeout = limit;
         remote->deadline = until;
     }
-    if (request->local) move_from_any(request, remote);
+    if (request->local) wait_for_either(request, remote);
     if (remote_of(request)) remote_.wait(remote);
 }
 
-// Returns when a message has come to the one place or the other. No call can wait for both, so this looks at intervals.
-void UserMessages::move_from_any(const Handle& request, const RemotePeers::Handle& remote) {
+// Returns when a message has come at the transport or in shared memory. No call waits for both, so this one polls.
+void UserMessages::wait_for_either(const Handle& request, const RemotePeers::Handle& remote) {
     auto next_check = Clock::now() + kBetweenChecks;
     for (auto pause = kShortestPause; remote_of(request); pause = std::min(2 * pause, kLongestPause)) {
         remote_.progress();
@@ -145,8 +150,9 @@ void UserMessages::move_from_any(const Handle& request, const RemotePeers::Handl
     }
 }
 
-// Ends the request with what `act` throws. Throws what is no failure of the message.
-void UserMessages::end_by(const Handle& request, const std::function<void()>& act) {
+// Runs `act`, which waits for the request, and ends the request: with the CommError that `act` throws, or without an
+// error. Throws any other exception of `act`, which a signal handler has thrown.
+void UserMessages::end_with(const Handle& request, const std::function<void()>& act) {
     std::exception_ptr error = caught(act), interrupt;
     if (error && !kind_of(error)) {
         interrupt = error;
@@ -164,20 +170,21 @@ void UserMessages::end_by(const Handle& request, const std::function<void()>& ac
     if (interrupt) std::rethrow_exception(interrupt);
 }
 
-// Returns a callback, which runs without locks. `in_memory`: this is the end of the receive in shared memory, and the
-// caller has the lock of PointToPoint.
-std::function<void()> UserMessages::finish(const Handle& request, std::exception_ptr error, bool in_memory) {
-    RemotePeers::Handle remote;  // given up without the lock
+// Calls `done` of the request, unless another thread does, and returns the callback that `done` has returned, for the
+// caller to run without locks. `in_shared_memory`: the message has come there, and the caller has the lock of
+// PointToPoint.
+std::function<void()> UserMessages::finish(const Handle& request, std::exception_ptr error, bool in_shared_memory) {
+    RemotePeers::Handle remote;  // destroyed without the lock
     {
         const std::lock_guard lock(mutex_);
         if (request->state != State::kOpen) return nullptr;
         request->state = State::kEnding;
-        request->came_in_memory = in_memory;
+        request->came_in_shared_memory = in_shared_memory;
         remote = std::exchange(request->remote, nullptr);
         if (remote) request->source = remote->peer;
         pending_.erase(request);
     }
-    remote = nullptr;  // before the owner of the memory may go
+    remote = nullptr;  // before `done`, which may free the memory
     std::function<void()> callback;
     caught([&] { callback = std::exchange(request->done, nullptr)(error); });
     const std::lock_guard lock(mutex_);
@@ -186,47 +193,50 @@ std::function<void()> UserMessages::finish(const Handle& request, std::exception
     return callback;
 }
 
+// The body of the thread.
 void UserMessages::run() {
     in_background = true;
     std::unique_lock lock(mutex_);
-    for (int idle = 0; !closed_;) {
-        if (idle == kIdleTicks) {
+    for (int idle = 0; !close_reason_;) {
+        if (idle == kIdleLooks) {
             is_asleep_ = true;
-            while (!closed_ && is_asleep_) wait_for_notification(wakes_, lock);
+            while (!close_reason_ && is_asleep_) wait_for_notification(wakes_, lock);
         }
-        wakes_.wait_for(lock, pending_.empty() ? kIdleTick : kTick, [this] { return closed_ != nullptr; });
-        idle = pending_.empty() ? idle % kIdleTicks + 1 : 0;
+        wakes_.wait_for(lock, pending_.empty() ? kIdleLookInterval : kLookInterval,
+                        [this] { return close_reason_ != nullptr; });
+        idle = pending_.empty() ? idle % kIdleLooks + 1 : 0;
         const std::vector<Handle> unawaited = unawaited_requests();
         if (unawaited.empty()) continue;
         lock.unlock();
         caught([&] {
             remote_.progress();
-            for (const Handle& each : unawaited) look_at(each);
+            for (const Handle& request : unawaited) end_if_over(request);
         });
         lock.lock();
     }
 }
 
-// Under the lock.
+// Under the lock: the pending requests for which no thread waits.
 std::vector<UserMessages::Handle> UserMessages::unawaited_requests() const {
-    std::vector<Handle> found;
-    std::copy_if(pending_.begin(), pending_.end(), std::back_inserter(found),
+    std::vector<Handle> unawaited;
+    std::copy_if(pending_.begin(), pending_.end(), std::back_inserter(unawaited),
                  [](const Handle& request) { return !request->is_awaited; });
-    return found;
+    return unawaited;
 }
 
-// Ends the request if it is over, or too late, and no other thread does.
-void UserMessages::look_at(const Handle& request) {
+// Ends the request if its message is over, late, or cannot come because the group has ended; unless a thread waits for
+// it.
+void UserMessages::end_if_over(const Handle& request) {
     RemotePeers::Handle remote;
     {
         const std::lock_guard lock(mutex_);
-        if (closed_ || request->is_awaited || !request->remote) return;
+        if (close_reason_ || request->is_awaited || !request->remote) return;
         const bool is_late = Clock::now() >= request->remote->deadline || membership_.notice();
         if (!is_late && !RemotePeers::is_done(request->remote)) return;
         request->is_awaited = true;
         remote = request->remote;
     }
-    end_by(request, [&] { remote_.wait(remote); });
+    end_with(request, [&] { remote_.wait(remote); });
 }
 
 void UserMessages::close(std::exception_ptr reason) {
@@ -234,14 +244,14 @@ void UserMessages::close(std::exception_ptr reason) {
     std::vector<Handle> open;
     {
         const std::lock_guard lock(mutex_);
-        if (!closed_) closed_ = std::move(reason);
+        if (!close_reason_) close_reason_ = std::move(reason);
         thread = std::move(thread_);
-        open = unawaited_requests();  // the others are ended by the threads that wait for them
+        open = unawaited_requests();  // the threads that wait for the other requests end these
         wakes_.notify_all();
     }
     thread.end();
-    for (const Handle& each : open) {
-        if (const auto callback = finish(each, closed_, false)) caught(callback);
+    for (const Handle& request : open) {
+        if (const auto callback = finish(request, close_reason_, false)) caught(callback);
     }
 }
 
