@@ -32,7 +32,8 @@ public:
     }
     void monitored_barrier(Milliseconds limit, bool wait_all_ranks) override {
         try {
-            MonitoredBarrier(group_.remote, host_segment_->p2p, local_ranks_, rank_, limit).run(wait_all_ranks);
+            dist_prims::monitored_barrier(group_.remote, host_segment_->p2p, local_ranks_, rank_, limit,
+                                          wait_all_ranks);
         } catch (...) {
             group_.remote.end();
             throw;
