@@ -1,47 +1,46 @@
 #include "hosts.h"
 
 #include <algorithm>
-#include <numeric>
 
 namespace dist_prims {
 
 std::vector<int> Hosts::local_ranks() const {
-    std::vector<int> found(static_cast<std::size_t>(size()), -1);
+    std::vector<int> local_ranks(static_cast<std::size_t>(size()), -1);
     for (std::size_t local_rank = 0; local_rank < ranks[mine].size(); ++local_rank)
-        found[static_cast<std::size_t>(ranks[mine][local_rank])] = static_cast<int>(local_rank);
-    return found;
+        local_ranks[static_cast<std::size_t>(ranks[mine][local_rank])] = static_cast<int>(local_rank);
+    return local_ranks;
 }
 
 std::vector<std::size_t> Hosts::by_rank() const {
-    std::vector<std::size_t> found(static_cast<std::size_t>(size()));
+    std::vector<std::size_t> hosts(static_cast<std::size_t>(size()));
     for (std::size_t host = 0; host < ranks.size(); ++host) {
-        for (const int rank : ranks[host]) found[static_cast<std::size_t>(rank)] = host;
+        for (const int rank : ranks[host]) hosts[static_cast<std::size_t>(rank)] = host;
     }
-    return found;
+    return hosts;
 }
 
 std::vector<int> Hosts::sizes() const {
-    std::vector<int> found;
-    for (const auto& each : ranks) found.push_back(static_cast<int>(each.size()));
-    return found;
+    std::vector<int> sizes;
+    for (const auto& of_host : ranks) sizes.push_back(static_cast<int>(of_host.size()));
+    return sizes;
 }
 
 std::vector<int> Hosts::remote_ranks() const {
-    std::vector<int> found;
+    std::vector<int> remote;
     for (std::size_t host = 0; host < ranks.size(); ++host) {
-        if (host != mine) found.insert(found.end(), ranks[host].begin(), ranks[host].end());
+        if (host != mine) remote.insert(remote.end(), ranks[host].begin(), ranks[host].end());
     }
-    return found;
+    return remote;
 }
 
 int Hosts::size() const {
-    const std::vector<int> all = sizes();
-    return std::accumulate(all.begin(), all.end(), 0);
+    int size = 0;
+    for (const auto& of_host : ranks) size += static_cast<int>(of_host.size());
+    return size;
 }
 
 int Hosts::largest() const {
-    const std::vector<int> all = sizes();
-    return *std::max_element(all.begin(), all.end());
+    return std::ranges::max(sizes());
 }
 
 }  // namespace dist_prims

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kEchoes = 6, kBlocks = 3;
 constexpr std::size_t kFirstBlock = 64 << 10, kLargestBlock = 4 << 20;
-// No larger blocks are sent once all have taken so many seconds, and one so many times as long as an echo.
+// No larger blocks are sent after all blocks have taken this many seconds, and one of them this many times an echo.
 constexpr double kLongEnough = 20e-3, kLongEnoughInEchoes = 4;
 constexpr double kAlphaUnit = 1e-9, kBetaUnit = 1e-15;
 
@@ -88,13 +88,13 @@ LinkCosts measure_link(RemotePeers& remote, int peer, std::uint64_t network, std
             messages.send(block->data(), bytes, block);
             messages.receive();
         });
-        // If the echoes were delayed and the block was not, the time of the block is the best estimate.
+        // If the echoes were delayed and the block was not, the whole time of the block is the best estimate.
         betas.push_back((spent > echo ? spent - echo : spent) / static_cast<double>(bytes));
         const std::chrono::duration<double> all = Clock::now() - began;
         if (all.count() > kLongEnough && spent > kLongEnoughInEchoes * echo) break;
     }
     messages.send(0);
-    const std::size_t last = std::min<std::size_t>(betas.size(), 2);  // the largest blocks tell most
+    const std::size_t last = std::min<std::size_t>(betas.size(), 2);  // the largest blocks are the most precise
     return {echo / 2, *std::min_element(betas.end() - static_cast<std::ptrdiff_t>(last), betas.end())};
 }
 
@@ -103,7 +103,7 @@ void help_measure_link(RemotePeers& remote, int peer, std::uint64_t network, std
     const std::uint64_t theirs = messages.receive();
     messages.send(network);
     if (theirs == network) return;
-    for (int each = 0; each < kEchoes; ++each) messages.send(messages.receive());
+    for (int echo = 0; echo < kEchoes; ++echo) messages.send(messages.receive());
     const auto block = std::make_shared<std::vector<std::byte>>(kLargestBlock);
     while (const std::uint64_t bytes = messages.receive()) {
         messages.receive(block->data(), static_cast<std::size_t>(bytes), block);

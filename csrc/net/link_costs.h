@@ -1,8 +1,8 @@
-// What a message and a byte cost between two ranks of different hosts, measured when a group is made. The ranks choose
-// schedules by these figures.
+// What a message and a byte cost between two ranks of different hosts, measured in the first agreement of a group (see
+// multi_host.h). The ranks choose schedules by these figures.
 //
-// The first of the two ranks sends small messages, which the other one returns, and then blocks of growing size, which
-// it acknowledges, until they have taken long enough: some 25 ms at 1 Gbit/s, 50 at 100 Mbit/s.
+// One rank, in measure_link(), sends small messages, which the other rank returns. Then it sends blocks of growing
+// size, which the other rank acknowledges, until they have taken long enough: some 25 ms at 1 Gbit/s, 50 at 100 Mbit/s.
 #pragma once
 
 #include <chrono>

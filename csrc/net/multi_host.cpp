@@ -150,7 +150,7 @@ void MultiHostGroup::pack_frames(FrameHeader header, const Piggyback* data) {
             header.bytes = static_cast<std::uint32_t>(bytes);
             std::byte* const memory = frame->reserve(sizeof(header) + bytes);
             std::memcpy(memory, &header, sizeof(header));
-            if (bytes) data->pack(to, rows, memory + sizeof(header));
+            if (bytes) data->pack_message(to, rows, memory + sizeof(header));
         }
         own_frames_[to] = frame;
     }
@@ -300,7 +300,7 @@ Terms MultiHostGroup::agree_and_carry(const Call& call, const CarriedData& data,
     remote.begin_call(call, timeout);
     slots.open(call, timeout + RemotePeers::kLocalMargin, false);
     std::memcpy(slots.mine(), data.terms.data(), sizeof(data.terms));
-    if (data.piggyback) data.piggyback->post(slots.mine() + kCacheLine);
+    if (data.piggyback) data.piggyback->write_row(slots.mine() + kCacheLine);
     slots.phase();
     // 2. The leader decides; the other ranks wait.
     if (slots.rank() == 0) {
@@ -317,7 +317,7 @@ Terms MultiHostGroup::agree_and_carry(const Call& call, const CarriedData& data,
     std::memcpy(static_cast<void*>(&outcome), slots.theirs(0), sizeof(outcome));
     const Difference& calls = outcome.difference;
     if (calls.other_rank >= 0) throw_mismatch(rank(), calls.rank, calls.call, calls.other_rank, calls.other);
-    if (outcome.is_moved) data.piggyback->deliver(slots.theirs(0) + Outcome::kSlotBytes);
+    if (outcome.is_moved) data.piggyback->copy_outputs(slots.theirs(0) + Outcome::kSlotBytes);
     return outcome.terms;
 }
 

@@ -10,7 +10,7 @@
 namespace dist_prims {
 namespace {
 
-constexpr int kEvery = -1;  // the only target if blocks are not addressed to a rank
+constexpr int kEvery = -1;  // as a target: all ranks of a host, because they get the same block
 
 void copy(std::byte* to, const std::byte* from, std::size_t bytes) {
     if (bytes) std::memcpy(to, from, bytes);
@@ -24,18 +24,18 @@ Piggyback::Piggyback(const Hosts& hosts, int rank, const Call& call, const Progr
       call_(call),
       buffer_(buffer),
       shape_(shape_of(call.collective)),
-      element_(size_of(call.dtype)) {}
+      element_bytes_(size_of(call.dtype)) {}
 
 Piggyback::Shape Piggyback::shape_of(Collective collective) {
     using enum Collective;
-    const auto is_one_of = [collective](std::initializer_list<Collective> listed) {
+    const auto is_in = [collective](std::initializer_list<Collective> listed) {
         return std::ranges::find(listed, collective) != listed.end();
     };
     return {
-        .reduces = is_one_of({kAllReduce, kReduce, kReduceScatter}),
-        .addressed = is_one_of({kReduceScatter, kScatter, kAllToAll}),
-        .from_root = is_one_of({kBroadcast, kScatter}),
-        .to_root = is_one_of({kReduce, kGather}),
+        .reduces = is_in({kAllReduce, kReduce, kReduceScatter}),
+        .addressed = is_in({kReduceScatter, kScatter, kAllToAll}),
+        .from_root = is_in({kBroadcast, kScatter}),
+        .to_root = is_in({kReduce, kGather}),
     };
 }
 
@@ -64,26 +64,28 @@ std::vector<int> Piggyback::targets(std::size_t host) const {
     return shape_.to_root && !is_root_on(host) ? std::vector<int>{} : std::vector<int>{kEvery};
 }
 
+// The elements of the block from one rank for another.
 std::size_t Piggyback::block_count(int source, int target) const {
     const auto& blocks = buffer_.blocks;
     return blocks[blocks.size() == 1 ? 0 : static_cast<std::size_t>(target == kEvery ? source : target)].count;
 }
 
+// Where the block for a rank begins in a row, in bytes.
 std::size_t Piggyback::offset_in_row(int target) const {
     std::size_t before = 0;
-    for (int each = 0; each < target; ++each) before += block_bytes(0, each);
+    for (int rank = 0; rank < target; ++rank) before += block_bytes(0, rank);
     return before;
 }
 
-void Piggyback::post(std::byte* row) const {
+void Piggyback::write_row(std::byte* row) const {
     for (const auto& block : buffer_.blocks) {
-        const std::size_t bytes = block.input ? block.count * element_ : 0;
+        const std::size_t bytes = block.input ? block.count * element_bytes_ : 0;
         copy(row, block.input, bytes);
         row += bytes;
     }
 }
 
-// Where the blocks for this rank begin in the result of its host.
+// Where the blocks for this rank begin in the result of its host, in bytes.
 std::size_t Piggyback::offset_in_result() const {
     std::size_t before = 0;
     for (const int target : targets(hosts_.mine)) {
@@ -101,10 +103,10 @@ std::size_t Piggyback::bytes_of_all_sources(int target) const {
     return bytes;
 }
 
-void Piggyback::deliver(const std::byte* result) const {
+void Piggyback::copy_outputs(const std::byte* result) const {
     result += offset_in_result();
     for (const auto& block : buffer_.blocks) {
-        const std::size_t bytes = block.output ? block.count * element_ : 0;
+        const std::size_t bytes = block.output ? block.count * element_bytes_ : 0;
         copy(block.output, result, bytes);
         result += bytes;
     }
@@ -122,23 +124,23 @@ std::size_t Piggyback::message_bytes(std::size_t from, std::size_t to) const {
     return bytes;
 }
 
-void Piggyback::pack(std::size_t to, const std::vector<const std::byte*>& rows, std::byte* message) const {
+void Piggyback::pack_message(std::size_t to, const std::vector<const std::byte*>& rows, std::byte* message) const {
     const TraceSpan span(shape_.reduces ? TraceKind::kReduce : TraceKind::kCopy, message_bytes(hosts_.mine, to));
     const std::vector<int>& here = hosts_.ranks[hosts_.mine];
     const std::vector<int> from = sources(hosts_.mine);
     for (const int target : targets(to)) {
-        std::vector<const void*> each;
+        std::vector<const void*> operands;
         const std::size_t offset = shape_.addressed ? offset_in_row(target) : 0;
         for (std::size_t local_rank = 0; local_rank < here.size(); ++local_rank) {
             if (std::ranges::find(from, here[local_rank]) == from.end()) continue;
-            each.push_back(rows[local_rank] + offset);
+            operands.push_back(rows[local_rank] + offset);
             if (shape_.reduces) continue;
             const std::size_t bytes = block_bytes(here[local_rank], target);
             copy(message, rows[local_rank] + offset, bytes);
             message += bytes;
         }
         if (!shape_.reduces) continue;
-        fold_terms(call_.op, call_.dtype, message, each, {}, hosts_.size(), block_count(0, target));
+        fold_terms(call_.op, call_.dtype, message, operands, {}, hosts_.size(), block_count(0, target));
         message += block_bytes(0, target);
     }
 }
@@ -149,9 +151,11 @@ void Piggyback::combine(const std::vector<const std::byte*>& messages, std::byte
     if (!shape_.reduces) return combine_blocks(messages, result);
     if (bytes == 0) return;
     fold_terms(call_.op, call_.dtype, result, {messages.begin(), messages.end()}, hosts_.sizes(), hosts_.size(),
-               bytes / element_);
+               bytes / element_bytes_);
 }
 
+// The result of a collective that does not reduce: the blocks of all sources for each target, in the order of the
+// ranks.
 void Piggyback::combine_blocks(std::vector<const std::byte*> messages, std::byte* result) const {
     const std::vector<std::size_t> host_of = hosts_.by_rank();
     for (const int target : targets(hosts_.mine)) {

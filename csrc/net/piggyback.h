@@ -1,9 +1,9 @@
 // The data of a collective that travels in the messages of the agreement on the call, from the leader of each host to
-// the other leaders.
+// the other leaders. MultiHostGroup calls it, in the thread that makes the call.
 //
-// A rank posts its inputs in its slot, one block after the other: its *row*. The leader makes a message for each host,
-// also for its own, from the rows of its host. From the messages of all hosts the leader then combines the *result* of
-// its host, from which each rank copies its outputs:
+// A rank writes its inputs into its slot in shared memory, one block after the other: its row. The leader of each host
+// makes a message for each host, also for its own, from the rows of its host. From the messages of all hosts the leader
+// then combines the result of its host, from which each rank copies its outputs:
 //
 //                     row                        message to host b                        result of host b
 //     all_reduce      a block                    the sum of the rows                      the sum of all
@@ -38,18 +38,18 @@ public:
     static std::size_t most_bytes(const Hosts& hosts, Collective collective, std::size_t bytes);
     // Whether all hosts get the same message.
     static bool is_for_all(Collective collective);
-    // Whether each host gets another one.
+    // Whether each host gets a message of its own.
     bool is_addressed() const { return shape_.addressed; }
 
     // Writes the row of this rank.
-    void post(std::byte* row) const;
+    void write_row(std::byte* row) const;
     // Copies the outputs of this rank from the result.
-    void deliver(const std::byte* result) const;
+    void copy_outputs(const std::byte* result) const;
 
     // For leaders. The bytes of the message from one host to another:
     std::size_t message_bytes(std::size_t from, std::size_t to) const;
     // Writes the message for a host, from the rows by local rank.
-    void pack(std::size_t to, const std::vector<const std::byte*>& rows, std::byte* message) const;
+    void pack_message(std::size_t to, const std::vector<const std::byte*>& rows, std::byte* message) const;
     // Writes the result, from the messages by host.
     void combine(const std::vector<const std::byte*>& messages, std::byte* result) const;
 
@@ -57,8 +57,9 @@ private:
     // What distinguishes the collectives.
     struct Shape {
         bool reduces;
-        bool addressed;  // each rank has a block for each rank
-        bool from_root, to_root;
+        bool addressed;  // a row has a block for each rank
+        bool from_root;  // only the root has a row
+        bool to_root;    // only the root has outputs
     };
 
     static Shape shape_of(Collective collective);
@@ -67,7 +68,7 @@ private:
     std::vector<int> sources(std::size_t host) const;
     std::vector<int> targets(std::size_t host) const;
     std::size_t block_count(int source, int target) const;  // elements
-    std::size_t block_bytes(int source, int target) const { return block_count(source, target) * element_; }
+    std::size_t block_bytes(int source, int target) const { return block_count(source, target) * element_bytes_; }
     std::size_t offset_in_row(int target) const;
     std::size_t offset_in_result() const;
     std::size_t bytes_of_all_sources(int target) const;
@@ -78,7 +79,7 @@ private:
     const Call& call_;
     const ProgramBuffer& buffer_;
     const Shape shape_;
-    const std::size_t element_;
+    const std::size_t element_bytes_;
 };
 
 }  // namespace dist_prims

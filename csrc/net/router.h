@@ -1,4 +1,5 @@
-// Messages to any rank of a group: in shared memory to the ranks of this host, through the transport to the others.
+// Messages of collectives to any rank of a group: in shared memory to the ranks of this host, through the transport to
+// the others. schedule_executor.cpp calls it, in the thread that makes the call.
 #pragma once
 
 #include <utility>
@@ -12,6 +13,7 @@ namespace dist_prims {
 
 class Router {
 public:
+    // A posted message. One of the two is null.
     struct RoutedRequest {
         PointToPoint::Handle local;
         RemotePeers::Handle remote;
@@ -36,8 +38,8 @@ public:
 
     bool spans_hosts() const { return remote_ != nullptr; }
 
-    // Called after an error, which has ended the group or does so now. Afterwards no message uses its memory, except
-    // requests that the transport still holds.
+    // Called after an error: ends the group if it has not ended. Afterwards no message uses its memory, except messages
+    // whose owner the transport still keeps.
     void end();
 
 private:

@@ -1,4 +1,4 @@
-// A message of a lane as its sender or receiver sees it. UCX has lanes of its own, and uses this class, too.
+// A message of a lane, as the interface Transport hands it out. UCX has lanes of its own, and uses this class, too.
 #pragma once
 
 #include <chrono>

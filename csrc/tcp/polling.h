@@ -1,8 +1,8 @@
-// How a thread that waits for messages polls before it sleeps; shm/wait_policy.h has the same for shared memory. A poll
-// is a call of the kernel, and takes less time than to wake up a thread.
+// How a thread that waits for messages of a lane polls before it sleeps; shm/wait_policy.h has the same for shared
+// memory. A poll is a system call, and takes less time than the wake-up of a thread.
 //
-// A wait yields its core between two polls. A yield that takes long has given the core to another thread. Waits then
-// sleep at once for a time, since the scheduler favours a thread that wakes up.
+// A wait yields its core between two polls. A yield that takes long has given the core to another thread. For a time
+// waits then sleep without polling, since the scheduler favours a thread that wakes up.
 #pragma once
 
 #include <sched.h>
@@ -15,7 +15,7 @@
 
 namespace dist_prims {
 
-// Of all waits of a lane, whose lock guards it.
+// The state for all waits of a lane, whose lock guards it.
 class Polling {
 public:
     using Clock = std::chrono::steady_clock;
@@ -27,7 +27,8 @@ public:
     public:
         explicit Wait(Polling& polling) : polling_(polling) {}
 
-        // Returns whether to poll again; false: it is time to sleep. The lock is given away meanwhile.
+        // Yields the core, without the lock, and returns true: poll again. Or returns false at once: it is time to
+        // sleep.
         bool again(std::unique_lock<std::mutex>& lock) {
             constexpr int kPolls = 30, kPollsInBackground = 3;
             if (!polling_.polls_ || polls_++ == (in_background ? kPollsInBackground : kPolls)) return false;
@@ -56,8 +57,8 @@ private:
     }
 
     const bool polls_;
-    Clock::time_point poll_again_{};  // until then waits do not poll before they sleep: other threads need the core
-    Clock::duration backoff_{};
+    Clock::time_point poll_again_{};  // waits do not poll before this time, because other threads need the core
+    Clock::duration backoff_{};       // from the last long yield to poll_again_
 };
 
 }  // namespace dist_prims
