@@ -143,6 +143,7 @@ bool RemotePeers::wait_until_deadline(const Handle& request) {
             if (wait_until_abort(*request)) {
                 if (request->peer == Transport::kAnyone) request->peer = request->handle->source();
                 request->trace.end(request->outgoing, request->peer, request->bytes);
+                if (tags.is_collective(request->tag)) slow_call_.look(*transport_, membership_);
                 return true;
             }
         } catch (const Transport::LengthError& error) {
@@ -216,16 +217,20 @@ void RemotePeers::check_failures(const RemoteRequest& request) {
     throw_if_exhausted(false, [&] { return text(request, ""); });
     if (tags.is_collective(request.tag)) slow_call_.look(*transport_, membership_);
     if (request.peer != Transport::kAnyone) diagnosis_->answer(request.peer);
-    // A rank of this host has died, or, where the message may come from any rank, a rank of the group. The transport
-    // itself fails a message from or to a named rank that has died.
-    int culprit = membership_.dead_rank();
-    if (culprit < 0 && request.peer == Transport::kAnyone) culprit = transport_->dead_rank();
-    if (culprit >= 0 && !membership_.notice()) {
+    // A rank of this host has died, or, where the message may come from any rank, a rank of the group has died or
+    // cannot be reached. The transport itself fails a message from or to a named rank.
+    Membership::Notice notice{CommError::Kind::kPeerDied, membership_.dead_rank()};
+    if (notice.culprit < 0 && request.peer == Transport::kAnyone) {
+        const Transport::FailedPeer failed = transport_->failed_peer();
+        notice.culprit = failed.rank;
+        if (failed.is_unreachable)
+            notice = {CommError::Kind::kUnreachable, failed.rank, membership_.group_rank(membership_.rank())};
+    }
+    if (notice.culprit >= 0 && !membership_.notice()) {
         const std::lock_guard lock(mutex_);
         const auto now = Clock::now();
-        if (death_seen_ == Clock::time_point{}) death_seen_ = now;
-        if (now - death_seen_ > kMomentToFinish)
-            throw_failure({CommError::Kind::kPeerDied, culprit}, [&] { return text(request, ""); });
+        if (failure_seen_ == Clock::time_point{}) failure_seen_ = now;
+        if (now - failure_seen_ > kMomentToFinish) throw_failure(notice, [&] { return text(request, ""); });
     }
     membership_.check_failures([](int) { return false; }, [&] { return text(request, ""); });
 }
@@ -312,10 +317,11 @@ void RemotePeers::end() {
     // 1. If there is no notice yet, this rank has interrupted the group. Send the notice to the other hosts.
     membership_.give_notice({CommError::Kind::kInterrupted, membership_.group_rank(membership_.rank())});
     const auto interrupt_in_send = interrupt_of([this] { send_notice(); });
-    // 2. Close the transport. A wait beyond its limit closes it, so wait for a message that no rank sends.
+    // 2. Close the transport. A wait beyond its limit closes it, so wait for a message that no rank sends. The receive
+    // names no rank: a receive from a rank that has gone fails at once, and closes nothing.
     const auto interrupt_in_close = interrupt_of([this] {
         const auto nothing = std::make_shared<std::byte>();
-        transport_->receive(remote_ranks_.front(), tags.unused(), nothing.get(), 1, nothing)->wait(1ms);
+        transport_->receive(Transport::kAnyone, tags.unused(), nothing.get(), 1, nothing)->wait(1ms);
     });
     // 3. Only now, when no message uses memory any more, throw what a signal handler has thrown.
     for (const auto& interrupt : {interrupt_in_send, interrupt_in_close}) {

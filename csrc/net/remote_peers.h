@@ -1,6 +1,6 @@
 // Communication with the ranks of other hosts: messages through a transport, and how a failure on one host becomes
-// known on the others. Each rank of a MultiHostGroup has one RemotePeers, which Router, UserMessages, monitored_barrier()
-// and the adapter for torch call.
+// known on the others. Each rank of a MultiHostGroup has one RemotePeers, which Router, UserMessages,
+// monitored_barrier() and the adapter for torch call.
 //
 // The notice is the cause of the group's end (see ../shm/membership.h). All ranks of one host see it in shared memory.
 // A rank whose group has ended also sends the notice to all remote ranks, which have posted a receive for it in
@@ -130,10 +130,10 @@ private:
 
     std::mutex mutex_;  // of all below
     std::set<Transport::TransportRequest*> active_waits_;
-    bool has_ended_ = false;          // end() has been called
-    Clock::time_point death_seen_{};  // when this rank first saw that another has died; zero: not yet
-    bool is_closing_ = false;         // the ticker must return
-    bool is_asleep_ = false;          // the ticker sleeps until there is a wait
+    bool has_ended_ = false;            // end() has been called
+    Clock::time_point failure_seen_{};  // when this rank first saw that another has failed; zero: not yet
+    bool is_closing_ = false;           // the ticker must return
+    bool is_asleep_ = false;            // the ticker sleeps until there is a wait
     std::condition_variable ticker_wakes_;
     std::thread ticker_;  // aborts long waits, since a transport cannot limit a wait without closing
 

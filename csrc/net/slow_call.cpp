@@ -1,5 +1,7 @@
 #include "slow_call.h"
 
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -13,9 +15,17 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr Clock::duration kFirstReport = 1s, kBetweenLooks = 1s;
+constexpr Clock::duration kFirstLook = 100ms, kFirstReport = 1s, kBetweenLooks = 1s;
 constexpr std::size_t kMostNamed = 4;
 constexpr std::uint64_t kEnough = 64 << 10;  // bytes that tell how fast a connection is
+
+// Which file descriptor 2 is; none if it is closed.
+std::optional<std::pair<dev_t, ino_t>> file_of_stderr() {
+    struct stat status{};
+    if (::fstat(2, &status) != 0) return std::nullopt;
+    return std::pair(status.st_dev, status.st_ino);
+}
+const auto file_of_stderr_at_start = file_of_stderr();
 
 double megabytes_per_second_of(const Transport::Delivered& delivered) {
     return static_cast<double>(delivered.bytes) / std::max(1.0, static_cast<double>(delivered.time.count()));
@@ -42,41 +52,45 @@ void SlowCall::begin(const Call& call, std::chrono::milliseconds timeout) {
     call_ = call;
     timeout_ = timeout;
     began_ = Clock::now();
-    measured_ = {};
+    next_look_ = began_ + kFirstLook;
+    before_.reset();
     is_over_ = false;
 }
 
 void SlowCall::look(Transport& transport, const Membership& membership) {
     if (is_over_) return;
     const auto now = Clock::now();
-    if (measured_ == Clock::time_point{}) {
-        measured_ = now;
+    if (now < next_look_) return;
+    // 1. The first look only reads what has been delivered. A short call has none: it takes a system call a connection.
+    if (!before_) {
         next_look_ = std::max<Clock::time_point>(began_ + timeout_ / 10, now + kFirstReport);
         before_ = transport.delivered();
+        return;
     }
-    if (now < next_look_) return;
+    // 2. Later looks compare.
     next_look_ = now + kBetweenLooks;
     const auto time = std::chrono::duration_cast<std::chrono::microseconds>(now - began_);
-    const std::string rates = text(transport.delivered(), time, membership);
-    if (rates.empty()) return;
+    const std::string text = rates(transport.delivered(), time, membership);
+    if (text.empty()) return;
     is_over_ = true;
     const auto seconds = [](Clock::duration time) {
         return std::to_string(std::chrono::duration_cast<std::chrono::seconds>(time).count()) + " s";
     };
-    if (may_print(now, timeout_))
+    if (file_of_stderr_at_start && file_of_stderr() == file_of_stderr_at_start && may_print(now, timeout_))
         std::cerr << "dist_prims: " + membership.own_name() + ": " + call_.text() + ": " + seconds(now - began_) +
-                         " so far, the timeout is " + seconds(timeout_) + "; " + rates + "\n";
+                         " so far, the timeout is " + seconds(timeout_) + "; " + text + "\n";
 }
 
 // What this rank has delivered since before_, the slowest connection first; empty if no connection had bytes to deliver
 // for half of the time of the call, or if one of them has delivered too little to tell its rate. Of the other
 // connections all deliveries count, since most are older than before_, and they are named if they were faster.
-std::string SlowCall::text(const Delivered& now, std::chrono::microseconds time, const Membership& membership) const {
+std::string SlowCall::rates(const Delivered& now, std::chrono::microseconds time, const Membership& membership) const {
+    // 1. Divide the connections into those that had bytes to deliver for half of the time, and the others.
     std::vector<std::pair<double, int>> busy;  // rates and ranks
     Transport::Delivered others;
     for (const auto& [peer, all] : now) {
-        const auto found = before_.find(peer);
-        const Transport::Delivered before = found == before_.end() ? Transport::Delivered{} : found->second;
+        const auto known = before_->find(peer);
+        const Transport::Delivered before = known == before_->end() ? Transport::Delivered{} : known->second;
         const Transport::Delivered delivered{all.bytes - before.bytes, all.time - before.time};
         if (delivered.time < time / 2) {
             others.bytes += all.bytes;
@@ -88,10 +102,11 @@ std::string SlowCall::text(const Delivered& now, std::chrono::microseconds time,
         }
     }
     if (busy.empty()) return "";
+    // 2. Name the slowest, and compare them with the others.
     std::sort(busy.begin(), busy.end());
     std::string text;
-    for (std::size_t each = 0; each < std::min(busy.size(), kMostNamed); ++each)
-        text += (each ? ", " : "") + membership.title(busy[each].second) + " gets " + rate(busy[each].first);
+    for (std::size_t index = 0; index < std::min(busy.size(), kMostNamed); ++index)
+        text += (index ? ", " : "") + membership.title(busy[index].second) + " gets " + rate(busy[index].first);
     if (busy.size() > kMostNamed) text += ", " + std::to_string(busy.size() - kMostNamed) + " more";
     const double of_others = others.bytes < kEnough ? 0 : megabytes_per_second_of(others);
     if (of_others > busy.back().first) text += ", others " + rate(of_others) + " on average,";

@@ -1,4 +1,5 @@
-// The interface of what carries bytes between hosts: TCP (see ../tcp), UCX or MPI.
+// The interface of what carries bytes between hosts: TCP (see ../tcp), UCX (../ucx) or MPI (../mpi). RemotePeers calls
+// it. Any thread may call any function.
 #pragma once
 
 #include <chrono>
@@ -70,9 +71,13 @@ public:
     virtual Handle receive_from_any(int /*tag*/, std::byte* /*data*/, std::size_t /*bytes*/, Owner, const ClaimPtr&) {
         throw std::logic_error("this transport has no receives with a claim");
     }
-    // A rank whose connection to this one has ended although it has not left the group; kAnyone if there is none, or
-    // the transport cannot tell.
-    virtual int dead_rank() { return kAnyone; }
+    // A rank whose connection to this one has ended although the rank has not left the group. It has died or, if its
+    // host does not answer, cannot be reached. kAnyone: there is no such rank, or the transport cannot tell.
+    struct FailedPeer {
+        int rank = kAnyone;
+        bool is_unreachable = false;
+    };
+    virtual FailedPeer failed_peer() { return {}; }
     // The ranks of whose hosts no answer has come to bytes that this rank has sent, although they were sent again. The
     // host of a rank that does not read answers.
     virtual std::vector<int> unanswering() { return {}; }

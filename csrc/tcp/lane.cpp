@@ -210,9 +210,9 @@ bool TcpLane::has_unsent() const {
     return std::any_of(outgoing_.begin(), outgoing_.end(), [](const auto& each) { return each.second.is_full; });
 }
 
-int TcpLane::dead_rank() {
+Transport::FailedPeer TcpLane::failed_peer() {
     const std::lock_guard lock(mutex_);
-    return dead_rank_;
+    return failed_peer_;
 }
 
 std::string TcpLane::refusal() {
@@ -294,7 +294,8 @@ void TcpLane::read_from(int peer) {
     connection.read(inbox_);
     // 1. The connection has ended: receives from the peer fail.
     if (!connection.error().empty()) {
-        if (!connection.has_left() && dead_rank_ == Transport::kAnyone) dead_rank_ = peer;
+        if (!connection.has_left() && failed_peer_.rank == Transport::kAnyone)
+            failed_peer_ = {peer, connection.error().is_unreachable()};
         if (ended_incoming_.emplace(peer, connection.error()).second && on_gone_) on_gone_(peer, connection.error());
         inbox_.fail(peer, connection.error());
         incoming_.erase(peer);

@@ -58,8 +58,7 @@ public:
     // Marks on the connections to other ranks that this rank leaves, also on connections that are opened later. Waits
     // until the kernel has taken what was sent, but not for longer than `limit`.
     void leave(std::chrono::milliseconds limit);
-    // A rank whose connection to this one has ended although it has not left; kAnyone if there is none.
-    int dead_rank();
+    Transport::FailedPeer failed_peer();  // see Transport; the first such rank
     // Why a connection could not be opened for a message, where descriptors or ports were used up; else empty.
     std::string refusal();
     std::set<int> unanswering();                      // see Transport
@@ -115,8 +114,8 @@ private:
     std::map<int, EndedConnection> ended_outgoing_;  // nothing can be sent to these peers any more
     std::map<int, Failure> ended_incoming_;          // nothing can come from these peers any more
     bool is_leaving_ = false;
-    int dead_rank_ = Transport::kAnyone;  // see dead_rank()
-    std::string refusal_;                 // see refusal()
+    Transport::FailedPeer failed_peer_;  // see failed_peer()
+    std::string refusal_;                // see refusal()
     Inbox inbox_;
     std::vector<TcpMessagePtr> given_up_;  // released by the caller after a part was sent; each has an owner
     std::string close_reason_;             // empty as long as the lane is open

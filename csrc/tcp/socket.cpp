@@ -20,8 +20,8 @@ namespace {
 
 constexpr std::size_t kMaxParts = 16;
 
-[[noreturn]] void throw_errno(const std::string& what) {
-    throw std::system_error(errno, std::generic_category(), what);
+[[noreturn]] void throw_errno(const std::string& what, int error = errno) {
+    throw std::system_error(error, std::generic_category(), what);
 }
 
 struct SocketAddress {
@@ -66,6 +66,13 @@ void send_at_once(const Socket& socket) {
     ::setsockopt(socket.descriptor(), IPPROTO_TCP, TCP_NODELAY, &yes, sizeof(yes));
 }
 
+// Whether this host has an address from which a packet to the other one can be sent. A datagram socket needs no port
+// that connections use.
+bool has_source_for(const SocketAddress& address) {
+    const Socket probe(::socket(address.storage.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    return ::connect(probe.descriptor(), address.get(), address.length) == 0 || errno != EADDRNOTAVAIL;
+}
+
 bool is_temporary(int error) {
     return error == EAGAIN || error == EWOULDBLOCK || error == EINTR;
 }
@@ -97,9 +104,12 @@ Socket connect_to(const std::string& address) {
     const SocketAddress parsed = parse(address);
     Socket socket = make_socket(parsed);
     send_at_once(socket);
-    if (::connect(socket.descriptor(), parsed.get(), parsed.length) != 0 && errno != EINPROGRESS)
-        throw_errno("connect() to " + address);
-    return socket;
+    if (::connect(socket.descriptor(), parsed.get(), parsed.length) == 0 || errno == EINPROGRESS) return socket;
+    // The kernel reports EADDRNOTAVAIL if no port is left, but also if no interface has an address for this connection.
+    const int error = errno;
+    if (error == EADDRNOTAVAIL && !has_source_for(parsed))
+        throw_errno("connect() to " + address + ": no interface of this host has a source address for it", ENETUNREACH);
+    throw_errno("connect() to " + address, error);
 }
 
 bool is_unanswered(const Socket& socket) {

@@ -31,7 +31,7 @@ private:
 // The functions below throw std::system_error with the address in its message.
 
 // Begins a connection to "10.0.0.1:4711" or "[fd00::1]:4711"; the socket becomes writable when it is established or has
-// failed.
+// failed. The error is EADDRNOTAVAIL only if this host has no port left.
 Socket connect_to(const std::string& address);
 // The next connection that waits to be accepted, if there is one. Throws also if this process has no descriptors left.
 std::optional<Socket> accept_from(const Socket& listening);

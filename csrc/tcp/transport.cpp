@@ -43,31 +43,28 @@ OutgoingConnection TcpTransport::connect(int peer, LaneKind kind) const {
 
 Transport::Handle TcpTransport::send(int to, int tag, const std::byte* data, std::size_t bytes, Owner owner) {
     auto* const memory = const_cast<std::byte*>(data);  // a send only reads it
-    const auto message = std::make_shared<TcpMessage>(TcpMessage{true, to, tag, memory, bytes, std::move(owner)});
-    TcpLane& lane = lane_of(tag);
-    lane.send(message);
-    return std::make_unique<LaneRequest<TcpLane, TcpMessagePtr>>(*this, lane, message);
+    return post({true, to, tag, memory, bytes, std::move(owner)});
 }
 
 Transport::Handle TcpTransport::receive(int from, int tag, std::byte* data, std::size_t bytes, Owner owner) {
-    return post_receive({false, from, tag, data, bytes, std::move(owner)});
+    return post({false, from, tag, data, bytes, std::move(owner)});
 }
 
 Transport::Handle TcpTransport::receive_from_any(int tag, std::byte* data, std::size_t bytes, Owner owner,
                                                  const ClaimPtr& claim) {
     TcpMessage receive{false, kAnyone, tag, data, bytes, std::move(owner)};
     receive.claim = claim;
-    return post_receive(std::move(receive));
+    return post(std::move(receive));
 }
 
-Transport::Handle TcpTransport::post_receive(TcpMessage receive) {
-    receive.may_be_shorter = tags_.is_agreement(receive.tag);
+Transport::Handle TcpTransport::post(TcpMessage message) {
+    message.may_be_shorter = tags_.is_agreement(message.tag);
     // A user may only ask at intervals whether a receive is done, without a thread that waits for it.
-    receive.reads_ahead = receive.tag <= tags_.largest_of_users();
-    const auto message = std::make_shared<TcpMessage>(std::move(receive));
-    TcpLane& lane = lane_of(message->tag);
-    lane.receive(message);
-    return std::make_unique<LaneRequest<TcpLane, TcpMessagePtr>>(*this, lane, message);
+    message.reads_ahead = message.tag <= tags_.largest_of_users();
+    TcpLane& lane = lane_of(message.tag);
+    const auto posted = std::make_shared<TcpMessage>(std::move(message));
+    posted->is_outgoing ? lane.send(posted) : lane.receive(posted);
+    return std::make_unique<LaneRequest<TcpLane, TcpMessagePtr>>(*this, lane, posted);
 }
 
 void TcpTransport::close(const std::string& reason) {
@@ -76,8 +73,9 @@ void TcpTransport::close(const std::string& reason) {
     if (on_close_) on_close_(reason);
 }
 
-int TcpTransport::dead_rank() {
-    return std::max(data_.dead_rank(), control_.dead_rank());
+Transport::FailedPeer TcpTransport::failed_peer() {
+    const FailedPeer of_data = data_.failed_peer();
+    return of_data.rank == kAnyone ? control_.failed_peer() : of_data;
 }
 
 std::vector<int> TcpTransport::unanswering() {

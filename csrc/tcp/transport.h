@@ -55,7 +55,7 @@ public:
     Handle receive_from_any(int tag, std::byte* data, std::size_t bytes, Owner owner, const ClaimPtr& claim) override;
     void progress() override { data_.progress(); }
     void move_in_background() override;
-    int dead_rank() override;
+    FailedPeer failed_peer() override;
     std::vector<int> unanswering() override;
     std::map<int, Delivered> delivered() override { return data_.delivered(); }
     std::string refusal(bool now) override;
@@ -77,7 +77,7 @@ private:
     };
 
     TcpLane& lane_of(int tag) { return tags_.is_control(tag) ? control_ : data_; }
-    Handle post_receive(TcpMessage receive);
+    Handle post(TcpMessage message);
     OutgoingConnection connect(int peer, LaneKind kind) const;
 
     // For the transport's thread:

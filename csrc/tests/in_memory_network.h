@@ -186,15 +186,24 @@ private:
 
 using MakeTransport = std::function<std::unique_ptr<Transport>(int rank)>;
 
-// Makes transports over TCP on the loopback interface, for ranks 0 to size - 1.
-inline MakeTransport over_tcp(std::size_t size) {
+// Makes transports over TCP on the loopback interface, for ranks 0 to size - 1. `on_close`, `on_gone`: see
+// TcpTransport.
+inline MakeTransport over_tcp(std::size_t size, const std::function<void(int rank)>& on_close = nullptr,
+                              const std::function<void(int rank, int peer)>& on_gone = nullptr) {
     const auto endpoints = std::make_shared<std::vector<TcpEndpoint>>(size);
     std::vector<std::string> addresses;
     for (TcpEndpoint& each : *endpoints) addresses.push_back(address_of(each.listening = listen_at_loopback()));
-    return [endpoints, addresses](int rank) {
+    return [endpoints, addresses, on_close, on_gone](int rank) {
         TcpEndpoint& endpoint = (*endpoints)[static_cast<std::size_t>(rank)];
         endpoint.addresses = addresses;
-        return std::make_unique<TcpTransport>(std::move(endpoint), rank);
+        return std::make_unique<TcpTransport>(
+            std::move(endpoint), rank,
+            [on_close, rank](const std::string&) {
+                if (on_close) on_close(rank);
+            },
+            [on_gone, rank](int peer, const Failure&) {
+                if (on_gone) on_gone(rank, peer);
+            });
     };
 }
 

@@ -2,6 +2,8 @@
 // an in-memory network.
 #include "../net/multi_host.h"
 
+#include <fcntl.h>
+
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -272,6 +274,97 @@ CASE(a_rank_that_leaves_is_named) {
         }
         group.remote.end();
     });
+}
+
+// Rank 1 ends the group first, and closes its connections. Rank 0 then closed its own by a receive from rank 1, its
+// first remote rank: the receive failed at once, and closed nothing, so messages used memory that the caller freed.
+CASE(the_end_of_a_group_closes_the_transport_after_a_rank_has_gone) {
+    std::atomic<bool> is_closed{false}, is_gone{false};  // the transport of rank 0; rank 1, as rank 0 sees it
+    const auto note_close = [&](int rank) { is_closed = is_closed || rank == 0; };
+    const auto note_gone = [&](int rank, int peer) { is_gone = is_gone || (rank == 0 && peer == 1); };
+    const auto body = [&](MultiHostGroup& group, int rank) {
+        group.agree(sum_of(0, 1), 60s);
+        if (rank == 1) group.remote.end();
+        if (rank == 0) {
+            wait_until([&] { return is_gone.load(); });
+            CHECK(!is_closed);
+            group.remote.end();
+            CHECK(is_closed);
+        }
+        wait_until([&] { return is_closed.load(); });
+    };
+    run_group({{0}, {1}, {2}}, body, over_tcp(3, note_close, note_gone));
+}
+
+// As if all connections had bytes to deliver since the transport was made, and delivered 1 MB/s.
+class BusyTransport : public InMemoryTransport {
+public:
+    using InMemoryTransport::InMemoryTransport;
+    std::map<int, Delivered> delivered() override {
+        const auto time = std::chrono::duration_cast<std::chrono::microseconds>(Clock::now() - made_);
+        return {{0, {static_cast<std::uint64_t>(time.count()), time}},
+                {1, {static_cast<std::uint64_t>(time.count()), time}}};
+    }
+
+private:
+    const Clock::time_point made_ = Clock::now();
+};
+
+// A call that waits for many messages, each for a short time, until the condition holds on rank 0.
+template <typename Condition>
+void make_many_short_waits(const Condition& condition) {
+    InMemoryNetwork network;
+    const auto body = [&](MultiHostGroup& group, int rank) {
+        group.remote.begin_call(sum_of(0, 1), 2s);
+        std::byte goes_on{1};
+        for (std::uint64_t number = 0; goes_on == std::byte{1}; ++number) {
+            if (rank == 0) goes_on = std::byte{!condition()};
+            const int tag = group.remote.tags.data(number);
+            group.remote.wait(rank == 0 ? group.remote.send(1, tag, &goes_on, 1, 60s)
+                                        : group.remote.receive(0, tag, &goes_on, 1, 60s));
+            std::this_thread::sleep_for(100us);
+        }
+    };
+    run_group({{0}, {1}}, body, [&](int rank) { return std::make_unique<BusyTransport>(network, rank); });
+}
+
+// Runs the case that calls this in a program of its own, whose descriptor 2 is `file` from the beginning.
+void run_with_stderr(const std::filesystem::path& file, const char* name, const char* variable) {
+    const Child program([&] {
+        ::dup2(::open(file.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600), 2);
+        ::setenv(variable, file.c_str(), 1);
+        ::execl("/proc/self/exe", "core_test", name, nullptr);
+    });
+    CHECK(program.status() == 0);
+}
+
+std::string contents_of(const std::filesystem::path& file) {
+    std::ifstream stream(file);
+    return {std::istreambuf_iterator<char>(stream), {}};
+}
+
+// A wait looked only when it had lasted for 50 ms, so a slow call of many short waits was never reported.
+CASE(a_slow_call_of_many_short_waits_is_reported) {
+    constexpr const char* kVariable = "DIST_PRIMS_TEST_STDERR";
+    if (const char* const file = std::getenv(kVariable)) {
+        const auto until = Clock::now() + 30s;
+        return make_many_short_waits([&] { return !contents_of(file).empty() || Clock::now() > until; });
+    }
+    const auto file = std::filesystem::temp_directory_path() / ("stderr" + std::to_string(::getpid()));
+    run_with_stderr(file, "a_slow_call_of_many_short_waits_is_reported", kVariable);
+    check_contains(contents_of(file), "s so far, the timeout is 2 s; rank 0 on host 0 gets 1.0 MB/s");
+    std::filesystem::remove(file);
+}
+
+// The line was written into the file that had got descriptor 2 after the program had closed stderr.
+CASE(a_slow_call_is_not_reported_into_another_file) {
+    const auto file = std::filesystem::temp_directory_path() / ("not_stderr" + std::to_string(::getpid()));
+    const int descriptor = ::open(file.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+    CHECK(::dup2(descriptor, 2) == 2);
+    const auto until = Clock::now() + 2500ms;
+    make_many_short_waits([&] { return Clock::now() > until; });
+    CHECK(contents_of(file).empty());
+    std::filesystem::remove(file);
 }
 
 // Rank 4 waits for 3, 3 for 2, and 2 for 5 on its own host. Rank 5 is stopped and waits for no rank. When rank 4 times

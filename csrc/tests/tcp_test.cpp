@@ -1,4 +1,8 @@
 // The TCP transport: ranks are transports of one process, connected over loopback.
+#include <linux/tcp.h>
+#include <net/if.h>
+#include <sched.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -213,6 +217,52 @@ CASE(tcp_rejects_other_processes) {
     const Socket impostor =
         connection_of_another(network.addresses[0], &second, sizeof(second));  // there is a rank 1 already
     wait_until([&] { return is_closed(impostor); });
+}
+
+// A host without a source address for a connection was reported to have no port left.
+CASE(tcp_only_a_host_without_ports_is_exhausted) {
+    if (::unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0) return;  // a host that does not allow it
+    const auto failure_of = [](const std::string& address) {
+        try {
+            connect_to(address);
+        } catch (const std::system_error& error) {
+            return Failure{error.what(), error.code().value()};
+        }
+        return Failure{};
+    };
+    // 1. The network of this process is new: no interface is up, and none has an address.
+    const Failure without_address = failure_of("[::1]:4711");
+    CHECK(!without_address.is_exhaustion() && without_address.is_unreachable());
+    check_contains(without_address.text, "[::1]:4711: no interface of this host has a source address for it");
+    // 2. The loopback interface is up, and there is one port for two connections.
+    const Socket listening = listen_at_loopback();
+    ifreq loopback{};
+    std::strcpy(loopback.ifr_name, "lo");
+    loopback.ifr_flags = IFF_UP | IFF_RUNNING;
+    CHECK(::ioctl(listening.descriptor(), SIOCSIFFLAGS, &loopback) == 0);
+    std::ofstream("/proc/sys/net/ipv4/ip_local_port_range") << "50000 50000";
+    const Socket first = connect_to(address_of(listening));
+    CHECK(failure_of(address_of(listening)).is_exhaustion());
+}
+
+// A receive from any rank called a rank dead whose host only did not answer.
+CASE(tcp_a_rank_whose_host_does_not_answer_has_not_died) {
+    Socket listening = listen_at_loopback();
+    const std::string address = address_of(listening);
+    CHECK(::listen(listening.descriptor(), 0) == 0);
+    // The kernel drops a connection for which there is no space, and the next one to ask for it gets no answer.
+    std::vector<Socket> waiting;
+    for (int each = 0; each < 3; ++each) waiting.push_back(connect_to(address));
+    const int attempts = 1;
+    Socket unanswered = connect_to(address);
+    CHECK(::setsockopt(unanswered.descriptor(), IPPROTO_TCP, TCP_SYNCNT, &attempts, sizeof(attempts)) == 0);
+    TcpLane lane([&](int) -> OutgoingConnection { return {address, Greeting()}; }, false);
+    lane.add(1, std::move(unanswered));
+    wait_until([&] {
+        lane.progress();
+        return lane.failed_peer().rank == 1;
+    });
+    CHECK(lane.failed_peer().is_unreachable);
 }
 
 CASE(tcp_addresses) {

@@ -284,12 +284,13 @@ void the_end_of_a_rank_that_has_left_is_no_death() {
     network[1].leave();
     network.ranks[1] = nullptr;
     CHECK(!transport_error_of([&] { wait(receive(network[0], 1, 1, got)); }).empty());
-    CHECK(network[0].dead_rank() == Transport::kAnyone);
+    CHECK(network[0].failed_peer().rank == Transport::kAnyone);
     network.ranks[2] = nullptr;
     wait_until([&] {
         network[0].progress();
-        return network[0].dead_rank() == 2;  // the end of rank 1, which came first, is known as well by now
+        return network[0].failed_peer().rank == 2;  // the end of rank 1, which came first, is known as well by now
     });
+    CHECK(!network[0].failed_peer().is_unreachable);
 }
 
 template <typename Network>

@@ -27,7 +27,7 @@ public:
     Handle receive_from_any(int tag, std::byte* data, std::size_t bytes, Owner owner, const ClaimPtr& claim) override;
     void progress() override { lane_.progress(); }
     void move_in_background() override;
-    int dead_rank() override { return control_.dead_rank(); }
+    FailedPeer failed_peer() override { return control_.failed_peer(); }
     std::vector<int> unanswering() override { return control_.unanswering(); }
     std::string refusal(bool now) override { return control_.refusal(now); }
     void leave() override;

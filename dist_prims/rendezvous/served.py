@@ -157,7 +157,7 @@ def _answers(addresses: Sequence[str], seconds: float) -> dict[str, bool]:
                 is_listening[address] = False
             elif error in (0, errno.EINPROGRESS):
                 selector.register(probe, selectors.EVENT_WRITE, address)
-            elif error in (errno.EADDRNOTAVAIL, errno.EAGAIN):
+            elif error == errno.EAGAIN or (error == errno.EADDRNOTAVAIL and _has_source_for(family, host, port)):
                 raise OSError(error, f"this host has no port for a connection to {address}")
             # After another error, such as no route, no answer comes.
         # 2. Collect the results until the deadline.
@@ -169,6 +169,15 @@ def _answers(addresses: Sequence[str], seconds: float) -> dict[str, bool]:
                 if error in (0, errno.ECONNREFUSED):
                     is_listening[key.data] = error == 0
     return is_listening
+
+
+def _has_source_for(family: int, host: str, port: int) -> bool:
+    """Whether this host has an address from which it can send a packet to ``host``.
+
+    ``EADDRNOTAVAIL`` has two causes: no port is left, or there is no such address. A datagram socket needs no TCP port.
+    """
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        return probe.connect_ex((host, port)) != errno.EADDRNOTAVAIL
 
 
 def _note(listening: socket.socket) -> None:

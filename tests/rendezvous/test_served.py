@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from netns import needs_hosts
 
 from dist_prims.rendezvous import served
 
@@ -29,3 +32,26 @@ def test_a_lost_reply_of_the_dns_does_not_repeat_the_connection(monkeypatch: pyt
     monkeypatch.setattr(served, "connect", slow)
     served.open_store(address, 1, timeout=60).set("key", "value")
     assert len(attempts) == 1
+
+
+ONE_PORT_WHICH_IS_TAKEN = """
+import socket, subprocess
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+open("/proc/sys/net/ipv4/ip_local_port_range", "w").write("1024 1024")
+taken = socket.create_server(("127.0.0.1", 1024))
+"""
+
+
+@needs_hosts
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prepare", "address", "says"),
+    [("", "[::1]:9", "{}"), (ONE_PORT_WHICH_IS_TAKEN, "127.0.0.1:1024", "this host has no port for a connection")],
+    ids=["no source address", "no port"],
+)
+def test_only_a_host_without_ports_has_no_port(prepare: str, address: str, says: str) -> None:
+    """The kernel reports both by EADDRNOTAVAIL. A host whose interface has no address was said to have no port."""
+    code = f"{prepare}\nfrom dist_prims.rendezvous.served import answers\nprint(answers([{address!r}], seconds=1))"
+    command = ["unshare", "--map-root-user", "--net", sys.executable, "-c", code]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert says in ran.stdout + ran.stderr

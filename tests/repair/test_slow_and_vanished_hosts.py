@@ -80,3 +80,28 @@ def test_a_host_that_vanishes_while_ranks_compute_is_noticed_before_a_timeout(tr
         words = rf"^{rank}: CommError rank {rank}: .*rank 2 on host host2 cannot be reached"
         assert re.search(words, said, re.MULTILINE), said
         assert f"{rank}: ends as {rank} of 2" in said, said
+
+
+RECEIVES_FROM_ANY = """
+dist_prims.init("dist_prims", timeout=1000)
+dist.all_reduce(torch.ones(2))
+print("begins", flush=True)
+try:
+    if rank == 0:
+        dist.recv(torch.empty(2))
+    time.sleep(100)
+except dist_prims.CommError as error:
+    print(f"{rank}: {type(error).__name__} {error}", flush=True)
+"""
+
+
+def test_a_receive_from_any_rank_does_not_call_a_rank_dead_that_cannot_be_reached() -> None:
+    """Only a receive from a named rank told the two apart."""
+    env = {**SECRET, "DIST_PRIMS_KEEPALIVE": "6", "DIST_PRIMS_TRANSPORT": "tcp"}
+    command = [sys.executable, "-c", INIT + RECEIVES_FROM_ANY]
+    with cluster(2, 1, command, how="each", timeout=140, env=env) as job:
+        job.wait_for("begins", 2)
+        job.cut(1)
+        job.wait_for("0: CommError", timeout=60)
+        said = job.stdout.read_text()
+    assert "rank 1 on host host1 cannot be reached from rank 0" in said, said
