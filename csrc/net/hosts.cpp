@@ -1,7 +1,5 @@
 #include "hosts.h"
 
-#include <algorithm>
-
 namespace dist_prims {
 
 std::vector<int> Hosts::local_ranks() const {
@@ -37,10 +35,6 @@ int Hosts::size() const {
     int size = 0;
     for (const auto& of_host : ranks) size += static_cast<int>(of_host.size());
     return size;
-}
-
-int Hosts::largest() const {
-    return std::ranges::max(sizes());
 }
 
 }  // namespace dist_prims

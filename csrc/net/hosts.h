@@ -1,4 +1,4 @@
-// The hosts of a group, and the ranks on each.
+// The hosts of a group, and the ranks of the group on each host. MultiHostGroup and Piggyback ask for them.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,6 @@ struct Hosts {
     std::vector<int> sizes() const;            // the number of ranks of each host
     std::vector<int> remote_ranks() const;     // the ranks of other hosts
     int size() const;                          // the number of ranks of the group
-    int largest() const;                       // the number of ranks of the largest host
 };
 
 }  // namespace dist_prims

@@ -42,19 +42,16 @@ private:
     const std::chrono::milliseconds timeout_;
 };
 
-template <typename Work>
-double seconds_of(const Work& work) {
-    const auto began = Clock::now();
-    work();
-    return std::chrono::duration<double>(Clock::now() - began).count();
-}
-
 // The least seconds of several runs: other processes make some of them take longer.
 template <typename Work>
 double least_seconds_of(int runs, const Work& work) {
-    double least = seconds_of(work);
-    for (int run = 1; run < runs; ++run) least = std::min(least, seconds_of(work));
-    return least;
+    std::chrono::duration<double> least = std::chrono::hours(1);
+    for (int run = 0; run < runs; ++run) {
+        const auto began = Clock::now();
+        work();
+        least = std::min<std::chrono::duration<double>>(least, Clock::now() - began);
+    }
+    return least.count();
 }
 
 std::uint64_t in_units(double value, double unit) {

@@ -1,5 +1,4 @@
-// agree_and_carry() has the three steps of an agreement (see multi_host.h). The leader's part is decide(), which calls
-// gather_frames() for the messages.
+// agree_and_carry() has the three steps of an agreement (see multi_host.h); decide() is the part of the leader.
 #include "multi_host.h"
 
 #include <algorithm>
@@ -29,8 +28,7 @@ struct MultiHostGroup::Difference {
     std::int32_t rank = -1, other_rank = -1;
 };
 
-// What the leader of a host writes into its slot for the ranks of its host. The result of the data follows it in the
-// slot, after kSlotBytes, if the data was moved.
+// What the leader of a host writes into its slot for the ranks of its host. If `is_moved`, the result follows it.
 struct MultiHostGroup::Outcome {
     static constexpr std::size_t kSlotBytes = 1024;
 
@@ -39,8 +37,7 @@ struct MultiHostGroup::Outcome {
     bool is_moved = false;
 };
 
-// What travels with an agreement. `piggyback`: null if there is no data. The data is moved only if the sum of the terms
-// of all ranks is `expected`.
+// What travels with an agreement: no data if `piggyback` is null. Data moves only if the terms add up to `expected`.
 struct MultiHostGroup::CarriedData {
     const Piggyback* piggyback;
     Terms terms, expected;
@@ -217,7 +214,6 @@ MultiHostGroup::LeaderFrames MultiHostGroup::gather_frames(std::chrono::millisec
             }
             // 2. Post the receives of the next agreement, while the messages of this one are in flight.
             if (is_first) post_receives();
-            // 3. Receive.
             for (const RoundMessage& each : round) {
                 remote.wait(receive->request, timeout, began);
                 append_frames(*receive++->message, each.frames, frames);
@@ -235,8 +231,7 @@ MultiHostGroup::LeaderFrames MultiHostGroup::gather_frames(std::chrono::millisec
     return frames;
 }
 
-// Returns the first two calls that differ. For that the leaders gather frames whose data is a Difference: the call of a
-// host, and another call if the host has two.
+// Returns the first two calls that differ. The leaders gather frames again, whose data is the Difference of a host.
 MultiHostGroup::Difference MultiHostGroup::find_difference(const Call& call, std::chrono::milliseconds timeout) {
     const Difference mine = host_difference(call);
     const MessagePtr message = outgoing_message();

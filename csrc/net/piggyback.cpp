@@ -40,7 +40,8 @@ Piggyback::Shape Piggyback::shape_of(Collective collective) {
 }
 
 std::size_t Piggyback::most_bytes(const Hosts& hosts, Collective collective, std::size_t bytes) {
-    return collective == Collective::kAllToAll ? static_cast<std::size_t>(hosts.largest()) * bytes : bytes;
+    return collective == Collective::kAllToAll ? static_cast<std::size_t>(std::ranges::max(hosts.sizes())) * bytes
+                                               : bytes;
 }
 
 bool Piggyback::is_for_all(Collective collective) {

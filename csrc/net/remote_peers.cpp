@@ -87,7 +87,6 @@ void RemotePeers::run_ticker() {
     }
 }
 
-// Called by the thread of the diagnosis.
 void RemotePeers::on_notice(const std::optional<Membership::Notice>& notice) {
     if (notice) membership_.give_notice(*notice);
     wake();
@@ -217,8 +216,7 @@ void RemotePeers::check_failures(const RemoteRequest& request) {
     throw_if_exhausted(false, [&] { return text(request, ""); });
     if (tags.is_collective(request.tag)) slow_call_.look(*transport_, membership_);
     if (request.peer != Transport::kAnyone) diagnosis_->answer(request.peer);
-    // A rank of this host has died, or, where the message may come from any rank, a rank of the group has died or
-    // cannot be reached. The transport itself fails a message from or to a named rank.
+    // A rank of this host has died, or any rank if the message may come from any. Otherwise the transport fails it.
     Membership::Notice notice{CommError::Kind::kPeerDied, membership_.dead_rank()};
     if (notice.culprit < 0 && request.peer == Transport::kAnyone) {
         const Transport::FailedPeer failed = transport_->failed_peer();

@@ -72,8 +72,7 @@ public:
     static bool is_done(const Handle& request) { return request->handle->is_done(); }
     // Throws if the group has ended, or if the deadline of the request has passed.
     void check(const Handle& request);
-    // Ends the group because `awaited` is late for the operation that `what` describes. The error names the rank that
-    // blocks `awaited`.
+    // Ends the group: `awaited` is late for what `what` describes. The error names the rank that blocks `awaited`.
     [[noreturn]] void throw_late(int awaited, const Membership::What& what);
     // This rank leaves the group. A later call does nothing, as does a call after the group has ended: the other ranks
     // have the notice then.

@@ -1,6 +1,5 @@
-// execute(), at the end of this file, makes a SegmentExecution for each segment and advances these from step to step.
-// All of it runs in the thread that calls execute(). A step of a segment has two halves, with the steps of other
-// segments between them: begin_step() posts the messages, finish_step() waits for them and reduces.
+// execute(), at the end, makes a SegmentExecution for each segment and advances these from step to step. A step has two
+// halves, with the steps of other segments between them: begin_step() posts messages, finish_step() waits and reduces.
 #include "schedule_executor.h"
 
 #include <algorithm>
@@ -235,8 +234,7 @@ private:
 
     Chunk& chunk(int index) { return chunks_[static_cast<std::size_t>(index)]; }
 
-    // The address of a message's chunks if they are contiguous in memory, otherwise null. `address`: the member of
-    // Chunk that has the address of a chunk.
+    // The address of a message's chunks, by this member of Chunk, if they are contiguous in memory; otherwise null.
     template <typename Address>
     Address contiguous_address(const RankProgram::Message& message, Address Chunk::* address) {
         const RankProgram::Chunks& chunks = message.chunks;
@@ -260,9 +258,8 @@ private:
         return packed;
     }
 
-    // Marks the chunks into which a step must not receive a message, because it still needs their contents: the step
-    // sends them, they are operands, or they are written otherwise than by a copy of one source. `keep`: false removes
-    // the marks.
+    // Marks the chunks into which a step must not receive a message, because it still needs their contents: it sends
+    // them, they are operands, or they are written otherwise than by a copy of one source. Or removes the marks.
     void mark_kept(const RankProgram::Step& step, bool keep) {
         const auto mark = [&](int chunk) { must_keep_[static_cast<std::size_t>(chunk)] = keep; };
         for (const auto& message : step.sends) {
@@ -316,8 +313,7 @@ private:
         return buffer.memory + buffer.offsets[static_cast<std::size_t>(source.index)];
     }
 
-    // Does the writes of a step. Chunks that are contiguous here and in the messages are written together: a call of
-    // the kernel takes longer than a small chunk.
+    // Does the writes of a step. Chunks that are contiguous everywhere are written together, in one call of a kernel.
     void write(const RankProgram::Step& step, const OwnOperands& own) {
         std::optional<WriteRange> range;
         for (const auto& write : step.writes) {
@@ -386,8 +382,8 @@ private:
     std::vector<Chunk> chunks_;      // the pieces, then scratch
     std::vector<Router::RoutedRequest> step_requests_;
     StepReceives current_receives_, next_receives_;
-    std::vector<StagingBuffers::Buffer> segment_buffers_,
-        step_buffers_;  // given back when the segment, or the step, ends
+    std::vector<StagingBuffers::Buffer> segment_buffers_;  // given back when the segment ends
+    std::vector<StagingBuffers::Buffer> step_buffers_;     // given back when the step ends
 };
 
 }  // namespace

@@ -195,8 +195,8 @@ Membership::Notice TimeoutDiagnosis::find_cause(int awaited) const {
     for (; chain.insert(last).second; last = awaits_.at(last)) {
         if (!awaits_.count(last)) return {CommError::Kind::kLost, last};
     }
-    // 3. The chain is a circle. An edge of it may be out of date (see announce()), so look for a rank that has not
-    // replied outside the circle.
+    // 3. A circle, of which an edge may be out of date (see announce()): look for a rank that has not replied
+    // elsewhere.
     for (const auto& [rank, target] : awaits_) {
         if (!awaits_.count(target)) return {CommError::Kind::kLost, target};
     }

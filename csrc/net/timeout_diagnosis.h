@@ -37,11 +37,8 @@ public:
     // waits of this rank should then check for failures.
     using Callback = std::function<void(const std::optional<Membership::Notice>&)>;
 
-    // Starts the listener thread.
-    //
-    // Args:
-    //     transport: carries the remarks under `tag`, which nothing else uses.
-    //     me, others: this rank, and all other ranks of the group, as the transport numbers them.
+    // Starts the listener thread. `tag`: of the remarks, and of nothing else. `me`, `others`: this rank, and all other
+    // ranks of the group, as the transport numbers them.
     TimeoutDiagnosis(Transport& transport, int tag, int me, std::vector<int> others, Callback callback);
     ~TimeoutDiagnosis();
     TimeoutDiagnosis(const TimeoutDiagnosis&) = delete;
@@ -51,8 +48,7 @@ public:
         if (is_diagnosing_.load(std::memory_order_acquire)) announce(awaited);
     }
     // This rank has timed out waiting for `awaited`. Collects the replies of the others for 1 s (up to 1.8 s on a busy
-    // machine), or until `stops` returns true, and returns the cause: the late rank, or the ranks at the ends of a cut
-    // link.
+    // machine), or until `stops` returns true. Returns the cause: the late rank, or the ends of a cut link.
     Membership::Notice diagnose(int awaited, const std::function<bool()>& stops);
     // Sends the cause of the group's end to all other ranks.
     void send_notice(const Membership::Notice& notice);
@@ -63,9 +59,8 @@ public:
     void close();
 
 private:
-    // The message of a diagnosis. `kind` says what it is: kWaits, a wait-for edge: `rank` waits for `target`;
-    // kUnanswered: the host of `target` does not answer `rank`; or the kind of an error, for a notice: `target` is the
-    // culprit, and `rank` the other rank of the notice.
+    // The message of a diagnosis. Its kind is kWaits: `rank` waits for `target`; kUnanswered: the host of `target` does
+    // not answer `rank`; or, in a notice, the kind of the error, with the culprit `target` and the other rank `rank`.
     struct Remark {
         std::int32_t rank, target, kind;
         auto operator<=>(const Remark&) const = default;

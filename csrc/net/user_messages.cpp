@@ -112,8 +112,7 @@ void UserMessages::wait(const Handle& request, Milliseconds limit) {
     }
 }
 
-// Whether this thread is the first to wait for the request, which it must end then. If not, returns when the request is
-// over.
+// Whether this thread is the first to wait for the request: it must end it. If not, returns when the request is over.
 bool UserMessages::is_first_to_wait(const Handle& request, Milliseconds limit, Clock::time_point until) {
     std::unique_lock lock(mutex_);
     while (request->state != State::kOver) {
@@ -170,9 +169,8 @@ void UserMessages::end_with(const Handle& request, const std::function<void()>& 
     if (interrupt) std::rethrow_exception(interrupt);
 }
 
-// Calls `done` of the request, unless another thread does, and returns the callback that `done` has returned, for the
-// caller to run without locks. `in_shared_memory`: the message has come there, and the caller has the lock of
-// PointToPoint.
+// Calls `done` of the request, unless another thread does. Returns the callback that `done` has returned, to be run
+// without locks. `in_shared_memory`: the message has come there, and the caller has the lock of PointToPoint.
 std::function<void()> UserMessages::finish(const Handle& request, std::exception_ptr error, bool in_shared_memory) {
     RemotePeers::Handle remote;  // destroyed without the lock
     {
@@ -224,8 +222,7 @@ std::vector<UserMessages::Handle> UserMessages::unawaited_requests() const {
     return unawaited;
 }
 
-// Ends the request if its message is over, late, or cannot come because the group has ended; unless a thread waits for
-// it.
+// Ends the request if its message is over or late, or the group has ended, unless a thread waits for it.
 void UserMessages::end_if_over(const Handle& request) {
     RemotePeers::Handle remote;
     {

@@ -46,10 +46,8 @@ struct Budget {
 // must not hold a lock that their destruction needs, such as Python's interpreter lock.
 class IncrementalReduce {
 public:
-    // Args:
-    //     data, bytes: a shared tensor of this process, which `owner` keeps alive.
-    //     rank, size: of the ranks of this host.
-    //     budget: limits what this sum and others defer.
+    // `data`: a shared tensor of this process, which `owner` keeps alive. `rank`, `size`: of this host. `budget`:
+    // limits what this sum and others defer.
     IncrementalReduce(std::byte* data, std::size_t bytes, DType dtype, int rank, int size,
                       std::shared_ptr<Budget> budget, std::shared_ptr<const void> owner);
     // In the middle of a round other ranks may be writing to the data, so it is withdrawn: see Exporter::withdraw().
@@ -99,8 +97,7 @@ private:
     mutable std::mutex mutex_;             // of all below
     std::vector<DeferredPiece> deferred_;  // not reduced yet
     std::vector<Range> reduced_;           // ranges of this rank's share that hold the result of this round
-    // The tensors and stamps of all ranks. The ranks exchange them in finish(), so both are empty in the first round:
-    // no rank reduces anything before finish() then.
+    // The tensors and stamps of all ranks, which finish() exchanges: nothing is reduced before the first finish().
     MappedTensors mapped_;
     Stamps::All all_stamps_;
     bool has_put_ = false;  // put() has been called in this round

@@ -103,7 +103,6 @@ void IncomingConnection::read(Inbox& inbox) {
         const std::size_t asked = rest + kStaging - staged_end_;
         const SocketResult result = read_some(socket_, parts.data(), count);
         error_ = result.error;
-        // 3. Account for the bytes that have come.
         const std::size_t direct = std::min(rest, result.bytes);
         received_ += direct;
         staged_end_ += result.bytes - direct;

@@ -1,5 +1,5 @@
-// The connections of a lane, which calls them under its lock. A connection carries messages in one direction: the rank
-// that opens it sends.
+// The connections of a lane, which calls them under its lock. The rank that opens a connection sends on it; the other
+// rank sends nothing:
 //
 //     greeting | header, data | header, data | ...
 //
@@ -32,12 +32,11 @@ public:
 
     // Adds a message to the queue of what write() sends.
     void push(const TcpMessagePtr& message);
-    // Adds the mark that this rank leaves the group, so that the peer does not take the end of the connection for a
-    // death.
+    // Adds the mark that this rank leaves the group: the peer does not take the end of the connection for a death then.
     void push_leave();
     // Gives the kernel as many bytes as it takes. A message is done when the kernel has taken all of it.
     void write();
-    // Checks whether the peer has closed the connection. The peer never sends anything on it.
+    // Checks whether the peer has closed the connection.
     void look_for_end();
     // Removes a message from the queue. Returns false if a part of it has been sent: then it stays.
     bool withdraw(const TcpMessagePtr& message);

@@ -19,7 +19,7 @@ using namespace std::chrono_literals;
 // A rank that has gone may have sent messages on a connection that is not accepted yet. So a receive from it fails only
 // this time after the connection to it has ended.
 constexpr auto kTimeToAppear = 1s;
-constexpr auto kBetweenLooks = 50ms;  // at the end of kTimeToAppear
+constexpr auto kBetweenLooks = 50ms;  // whether kTimeToAppear is over
 constexpr std::chrono::milliseconds kLongestSleep = 1h;
 constexpr std::size_t kLoadedBytes = 128 << 10;  // the buffers of a socket hold as many
 
@@ -319,9 +319,8 @@ void TcpLane::read_stalled(int peer) {
     if (!stalled.empty()) waiting_.wake_others();
 }
 
-// Sleeps until a connection is readable or writable, but not for longer than `limit`, and moves messages. Then wakes
-// the threads whose waits are over, but for the calling thread, which waits for `own`. Returns false if a signal has
-// come.
+// Sleeps until a connection is readable or writable, at most for `limit`, and moves messages. Wakes the threads whose
+// waits are over, but for the calling one, which waits for `own`. Returns false if a signal has come.
 bool TcpLane::sleep_and_move(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds limit,
                              const TcpMessage* own) {
     std::array<epoll_event, 32> events;

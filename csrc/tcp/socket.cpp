@@ -54,18 +54,6 @@ SocketAddress parse(const std::string& address) {
     return {ip, std::stoi(address.substr(colon + 1))};
 }
 
-Socket make_socket(const SocketAddress& address) {
-    Socket made(::socket(address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-    if (made.descriptor() < 0) throw_errno("socket()");
-    return made;
-}
-
-// A small message must not wait for the acknowledgement of the one before.
-void send_at_once(const Socket& socket) {
-    const int yes = 1;
-    ::setsockopt(socket.descriptor(), IPPROTO_TCP, TCP_NODELAY, &yes, sizeof(yes));
-}
-
 // Whether this host has an address from which a packet to the other one can be sent. A datagram socket needs no port
 // that connections use.
 bool has_source_for(const SocketAddress& address) {
@@ -73,10 +61,7 @@ bool has_source_for(const SocketAddress& address) {
     return ::connect(probe.descriptor(), address.get(), address.length) == 0 || errno != EADDRNOTAVAIL;
 }
 
-bool is_temporary(int error) {
-    return error == EAGAIN || error == EWOULDBLOCK || error == EINTR;
-}
-
+// Runs `call`, which reads or writes a msghdr, on these parts.
 template <typename Transfer>
 SocketResult transfer(const SocketPart* parts, std::size_t count, const Transfer& call) {
     std::array<iovec, kMaxParts> vectors;
@@ -88,7 +73,7 @@ SocketResult transfer(const SocketPart* parts, std::size_t count, const Transfer
     message.msg_iovlen = used;
     const ssize_t moved = call(&message);
     if (moved >= 0) return {static_cast<std::size_t>(moved)};
-    if (is_temporary(errno)) return {};
+    if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR) return {};
     const char* const remedy =
         errno == ECONNREFUSED ? ": has the process ended, or does a firewall close its port?" : "";
     return {0, {std::strerror(errno) + std::string(remedy), errno}};
@@ -102,8 +87,10 @@ Socket::~Socket() {
 
 Socket connect_to(const std::string& address) {
     const SocketAddress parsed = parse(address);
-    Socket socket = make_socket(parsed);
-    send_at_once(socket);
+    Socket socket(::socket(parsed.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+    if (socket.descriptor() < 0) throw_errno("socket()");
+    const int yes = 1;  // a small message must not wait for the acknowledgement of the last message
+    ::setsockopt(socket.descriptor(), IPPROTO_TCP, TCP_NODELAY, &yes, sizeof(yes));
     if (::connect(socket.descriptor(), parsed.get(), parsed.length) == 0 || errno == EINPROGRESS) return socket;
     // The kernel reports EADDRNOTAVAIL if no port is left, but also if no interface has an address for this connection.
     const int error = errno;
@@ -139,9 +126,9 @@ std::optional<Socket> accept_from(const Socket& listening) {
 SocketResult read_some(const Socket& socket, const SocketPart* parts, std::size_t count) {
     bool is_at_end = false;
     SocketResult result = transfer(parts, count, [&](msghdr* message) {
-        const ssize_t got = ::recvmsg(socket.descriptor(), message, MSG_DONTWAIT);
-        is_at_end = got == 0;
-        return got;
+        const ssize_t received = ::recvmsg(socket.descriptor(), message, MSG_DONTWAIT);
+        is_at_end = received == 0;
+        return received;
     });
     if (is_at_end) result.error = {"the connection was closed"};
     return result;

@@ -1,6 +1,5 @@
-// The functions of TcpTransport fall into two parts. The threads of the program, through RemotePeers, call the
-// functions of the interface: each passes a message to the lane of its tag. run() and the functions after it belong to
-// the transport's own thread, which sleeps in poll() until there is something to accept, to read or to write.
+// The threads of the program, through RemotePeers, call the functions of the interface, which pass a message to the
+// lane of its tag. run() and the functions below it belong to the transport's own thread, which sleeps in poll().
 #include "transport.h"
 
 #include <poll.h>
