@@ -317,7 +317,8 @@ WorkPtr PrimsBackend::all_reduce_incremental(const at::Tensor& tensor,
     const auto record = profiler_record("allreduce", async, tensor, tensor);
     CollectiveCall call = builder().all_reduce(tensor, c10d::ReduceOp::SUM);
     if (execution_->schedule_for(Collective::kAllReduce, tensor.nbytes(), -1)) {
-        incremental->copy_deferred();  // a schedule was pinned after the sum had begun: copy what is deferred, and run it
+        // A schedule was pinned after the sum had begun: copy what is deferred, and run the schedule.
+        incremental->copy_deferred();
     } else {
         call.incremental = incremental;
         call.announced.set_algorithm("incremental reduce " + std::to_string(number) + ", round " +
