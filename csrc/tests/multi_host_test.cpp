@@ -345,7 +345,7 @@ std::string contents_of(const std::filesystem::path& file) {
 
 // A wait looked only when it had lasted for 50 ms, so a slow call of many short waits was never reported.
 CASE(a_slow_call_of_many_short_waits_is_reported) {
-    constexpr const char* kVariable = "DIST_PRIMS_TEST_STDERR";
+    constexpr const char* kVariable = "FILE_OF_STDERR";
     if (const char* const file = std::getenv(kVariable)) {
         const auto until = Clock::now() + 30s;
         return make_many_short_waits([&] { return !contents_of(file).empty() || Clock::now() > until; });
