@@ -20,7 +20,7 @@ from ..schedules import Schedule, algorithms, lookup
 from ..schedules.cost import Cost, cost_of
 from ..schedules.load import Hosts
 from ..schedules.registry import Algorithm, load_by_card
-from ..schedules.trust import evaluated, may_be_chosen
+from ..schedules.trust import may_be_chosen, priced
 from ..units import parse_bytes
 
 __all__: list[str] = []
@@ -102,12 +102,12 @@ def _parameters(text: str, variable: str) -> tuple[tuple[str, Any], ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _price(registered: Algorithm, size: int) -> Cost | None:
-    """Return the price of an algorithm; None if a user has registered it and it is wrong."""
+    """Return the price of an algorithm; None if it raises, or a user has registered it and it is wrong."""
 
     def price(_: Schedule) -> Cost:
         return cost_of(load_by_card(registered, Hosts((size,))))
 
-    return evaluated(price, registered.collective, registered.name, size)
+    return priced(price, registered.collective, registered.name, size)
 
 
 def named_algorithm(text: str, collective: str, variable: str, nbytes: int) -> AlgorithmRange | None:

@@ -25,7 +25,7 @@ from .load import LINK, REDUCED, Hosts, Load
 from .registry import Algorithm, algorithms, load_by_card, lookup, nearest
 from .schedule import Schedule
 from .topology import Topology
-from .trust import evaluated, may_be_chosen
+from .trust import may_be_chosen, priced
 
 __all__: list[str] = []
 
@@ -106,6 +106,8 @@ def recommend(
         raise ValueError(nearest("collective", collective, COLLECTIVES))
     search = _Search(collective, nbytes, topology, only_best, only_built_in)
     ranked = sorted(search.candidates(), key=lambda candidate: candidate.seconds)
+    if not ranked:
+        raise ValueError(f"recommend({collective!r}, {nbytes!r}): no algorithm has a price; the warnings say why")
     near = [candidate for candidate in ranked if candidate.seconds <= ranked[0].seconds * (1 + _TOLERANCE)]
     if topology.size <= _MOST_RANKS_FOR_TIES:
         near.sort(key=lambda each: _preference(each, topology))
@@ -200,7 +202,7 @@ class _Search:
         """The candidates of these algorithms and parameters, without those that are wrong."""
         found = []
         for name, parameters in algorithms:
-            if candidate := evaluated(self._price, self.collective, name, self.topology.size, **parameters):
+            if candidate := priced(self._price, self.collective, name, self.topology.size, **parameters):
                 found.append(candidate)
                 self.shortest = min(self.shortest, candidate.seconds)
         return found

@@ -85,6 +85,18 @@ def evaluated(
     return None
 
 
+def priced(
+    price: Callable[[Schedule], T], collective: str, algorithm: str, size: int, /, **parameters: Any
+) -> T | None:
+    """Call :func:`evaluated` for one of several algorithms; one of this package that raises is left out too."""
+    try:
+        return evaluated(price, collective, algorithm, size, **parameters)
+    except Exception as error:
+        whole = lookup(collective, algorithm)
+        _warn_once([whole], whole, size, _text(error))
+        return None
+
+
 _warned: weakref.WeakSet[Algorithm] = weakref.WeakSet()
 
 
@@ -95,9 +107,15 @@ def _warn_once(users: list[Algorithm], whole: Algorithm, size: int, problem: str
     names = " and ".join(f"{each.collective} {each.name!r}" for each in users)
     part = "" if whole in users else f", as a part of {whole.name!r},"
     warnings.warn(
-        f"{names} for {size} ranks{part} is not chosen automatically: {problem}. Correct it, or {_remedy(users)}",
+        f"{names} for {size} ranks{part} is not chosen automatically: {problem}. {_advice(users)}",
         stacklevel=3,
     )
+
+
+def _advice(left_out: list[Algorithm]) -> str:
+    if left_out[0].built_in:
+        return "This is a bug of dist_prims; report it with this text"
+    return f"Correct it, or {_remedy(left_out)}"
 
 
 def _remedy(users: list[Algorithm]) -> str:

@@ -1,16 +1,17 @@
-"""What a program registers wrongly beside its steps: cards, variants, names. No plain call fails because of it."""
+"""Wrong cards, variants and names: no call that does not name the algorithm fails because of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from dist_prims.collectives.algorithm_choice import cheapest
-from dist_prims.schedules import Card, Step, algorithm, unregister
-from dist_prims.schedules.load import Load
+from dist_prims.schedules import Card, Step, algorithm, algorithms, lookup, registry, unregister
+from dist_prims.schedules.load import Hosts, Load
 from dist_prims.schedules.recommend import recommend
 from dist_prims.schedules.topology import Level, Topology
 
@@ -85,3 +86,27 @@ def test_variants_that_no_choice_could_try_are_refused(variants: Any) -> None:
         algorithm("all_gather", name="mine", variants=variants)(lambda size, radix=2: one_by_one(size))
     with pytest.raises(ValueError, match=r"name=5\): the name must be text"):
         algorithm("all_gather", name=5)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:.*is not chosen automatically")
+@pytest.mark.parametrize("which", ["bine", "every algorithm"])
+def test_an_algorithm_of_the_package_that_raises_is_left_out(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in the card of one algorithm was the error of every call that chose among all."""
+    algorithm("all_gather", name="mine")(one_by_one)
+
+    def raises(hosts: Hosts, **parameters: Any) -> list[Any]:
+        raise KeyError(len(hosts.ranks))
+
+    for name in algorithms("all_gather"):
+        if which in (name, "every algorithm"):
+            broken = lookup("all_gather", name)
+            card = Card("1", "0", "never", "this test", load=raises)
+            monkeypatch.setitem(registry._registry, ("all_gather", name), replace(broken, card=card))
+    with pytest.warns(
+        UserWarning, match=r"all_gather 'bine' for 5 ranks is not chosen .* raises KeyError.*bug of dist_p"
+    ):
+        names = [each.name for each in recommend("all_gather", 1e6, Topology((2, 3), *COSTS)).candidates]
+    assert "bine" not in names
+    assert "mine" in names
+    assert (names == ["mine"]) is (which == "every algorithm")
+    assert cheapest("all_gather", 5, 1 << 20) in names
