@@ -50,8 +50,7 @@ public:
     // slots.open() itself. The result is the sum of the terms of all ranks.
     Terms agree(const Call& call, std::chrono::milliseconds timeout, const Terms& terms = {});
 
-    // Whether the data of a collective can travel with the agreement; `bytes` is the size of the data as a
-    // schedule counts it.
+    // Whether the data of a collective, of this size as a schedule counts it, can travel with the agreement.
     bool can_carry(Collective collective, std::size_t bytes) const;
     // The same for data so small that it adds nothing to the time of the agreement.
     bool is_small(Collective collective, std::size_t bytes) const {

@@ -155,8 +155,7 @@ void Piggyback::combine(const std::vector<const std::byte*>& messages, std::byte
                bytes / element_bytes_);
 }
 
-// The result of a collective that does not reduce: the blocks of all sources for each target, in the order of the
-// ranks.
+// The result of a collective that does not reduce: for each target the blocks of all sources, in the order of ranks.
 void Piggyback::combine_blocks(std::vector<const std::byte*> messages, std::byte* result) const {
     const std::vector<std::size_t> host_of = hosts_.by_rank();
     for (const int target : targets(hosts_.mine)) {

@@ -19,8 +19,7 @@ public:
         RemotePeers::Handle remote;
     };
 
-    // `local_ranks`: for each rank of the group its rank on this host, or -1 for ranks of other hosts; empty if all
-    // ranks are on this host.
+    // `local_ranks`: by rank of the group, the rank on this host, or -1; empty if all ranks are on this host.
     Router(PointToPoint& p2p, std::vector<int> local_ranks, RemotePeers* remote)
         : p2p_(p2p), local_ranks_(std::move(local_ranks)), remote_(remote) {}
 
@@ -32,8 +31,7 @@ public:
                        std::chrono::milliseconds timeout, Transport::Owner owner = nullptr);
     RoutedRequest receive(int from, std::uint64_t number, std::byte* data, std::size_t bytes,
                           std::chrono::milliseconds timeout, Transport::Owner owner = nullptr);
-    // Waits for local requests first: they make progress only while a thread waits. The transport moves the remote ones
-    // by itself.
+    // Waits for local requests first: they make progress only while a thread waits, unlike those of the transport.
     void wait(const std::vector<RoutedRequest>& requests);
 
     bool spans_hosts() const { return remote_ != nullptr; }

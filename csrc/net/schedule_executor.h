@@ -63,8 +63,7 @@ struct RankProgram {
     int ranks = 1;
 };
 
-// The data that a program works on: one whole, which is cut evenly into the program's pieces, or several blocks, each
-// of which is cut so.
+// The data that a program works on: one block, or several. Each is cut evenly into the same number of pieces.
 struct ProgramBuffer {
     // Contiguous elements. The input is only read, and is null if this rank begins without the block; the output is
     // null if the rank need not end with it. The two may be the same memory. Other overlaps are not allowed.

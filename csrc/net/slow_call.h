@@ -6,8 +6,7 @@
 // reports what its connections have delivered if one of them had bytes to deliver for at least half of the time of the
 // call.
 //
-// The line is left out if stderr has been closed or replaced since this library was loaded: descriptor 2 may then be
-// any file of the program.
+// The line is left out if descriptor 2 has changed since this library was loaded: it may be any file of the program.
 #pragma once
 
 #include <chrono>

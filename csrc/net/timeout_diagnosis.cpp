@@ -195,8 +195,7 @@ Membership::Notice TimeoutDiagnosis::find_cause(int awaited) const {
     for (; chain.insert(last).second; last = awaits_.at(last)) {
         if (!awaits_.count(last)) return {CommError::Kind::kLost, last};
     }
-    // 3. A circle, of which an edge may be out of date (see announce()): look for a rank that has not replied
-    // elsewhere.
+    // 3. A circle, of which an edge may be out of date (see announce()): has a rank outside it not replied?
     for (const auto& [rank, target] : awaits_) {
         if (!awaits_.count(target)) return {CommError::Kind::kLost, target};
     }

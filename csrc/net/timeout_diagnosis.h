@@ -10,8 +10,7 @@
 //
 // No rank is late if the link between two hosts drops packets, and the link is then said to be cut. Each rank therefore
 // also reports the ranks whose hosts do not answer what it has sent. A link is cut if both ranks reply, and one of them
-// reports that the host of the other does not answer. Remarks between two such ranks are lost, so the other ranks
-// forward them.
+// reports that the host of the other does not answer. The other ranks forward the remarks of two such ranks.
 #pragma once
 
 #include <atomic>

@@ -1,5 +1,4 @@
-// The interface of what carries bytes between hosts: TCP (see ../tcp), UCX (../ucx) or MPI (../mpi). RemotePeers calls
-// it. Any thread may call any function.
+// The interface of what carries bytes between hosts, which RemotePeers calls: TCP (see ../tcp), UCX or MPI.
 #pragma once
 
 #include <chrono>

@@ -5,8 +5,7 @@
 // intervals whether it is over. This thread sleeps when there has been no such message for a while.
 //
 // Where the transport has claims, a receive from any rank is posted in two places: in shared memory, and at the
-// transport. The two receives share a claim. The first message that takes the claim is received, and the receive in the
-// other place is withdrawn.
+// transport. They share a claim. The first message that takes it is received, and the other receive is withdrawn.
 #pragma once
 
 #include <condition_variable>
@@ -21,8 +20,7 @@
 
 namespace dist_prims {
 
-// Must be made by make_shared: its thread and the receives from any rank refer to it. `remote` and `p2p` must exist
-// until close().
+// Must be made by make_shared: its thread and receives refer to it. `remote` and `p2p` must exist until close().
 class UserMessages : public std::enable_shared_from_this<UserMessages> {
 public:
     using Milliseconds = std::chrono::milliseconds;

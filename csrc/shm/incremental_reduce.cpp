@@ -117,8 +117,7 @@ void IncrementalReduce::run_collective(HostSegment& host_segment) {
     stamps_.announce(host_segment.slots);
     host_segment.slots.phase();
     const auto announced = Stamps::announced(host_segment.slots);
-    // 2. Map all tensors and all stamps, or none if some rank cannot map one. Take the pieces: from now on no other
-    // thread reduces them.
+    // 2. Map all tensors and stamps, or none if some rank cannot. Take the pieces: no other thread reduces them then.
     MappedTensors mapped = map_tensors(host_segment, tensor_refs_of(host_segment.slots), data_);
     Stamps::All stamps = mapped.empty() ? Stamps::All{} : stamps_.map_tensors(host_segment, announced);
     if (stamps.mapped.empty()) mapped = {};

@@ -33,8 +33,7 @@
 
 namespace dist_prims {
 
-// A limit on the bytes that several sums defer together. A deferred piece counts as a whole, because its owner keeps
-// all of its memory.
+// A limit on the bytes that several sums defer. A piece counts as a whole, because its owner keeps all of its memory.
 struct Budget {
     explicit Budget(std::size_t limit) : limit(limit) {}
 
@@ -46,8 +45,7 @@ struct Budget {
 // must not hold a lock that their destruction needs, such as Python's interpreter lock.
 class IncrementalReduce {
 public:
-    // `data`: a shared tensor of this process, which `owner` keeps alive. `rank`, `size`: of this host. `budget`:
-    // limits what this sum and others defer.
+    // `data`: a shared tensor of this process, which `owner` keeps alive. `rank`, `size`: among the ranks of this host.
     IncrementalReduce(std::byte* data, std::size_t bytes, DType dtype, int rank, int size,
                       std::shared_ptr<Budget> budget, std::shared_ptr<const void> owner);
     // In the middle of a round other ranks may be writing to the data, so it is withdrawn: see Exporter::withdraw().

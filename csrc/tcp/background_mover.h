@@ -1,9 +1,10 @@
-// The thread of a transport, which moves the messages of a lane while no other thread waits for any of them.
+// The thread of a transport (TCP or UCX), which moves the messages of its data lane while no other thread waits for
+// one.
 //
 // A thread that waits for a message of a lane moves all messages of the lane. The transport's thread only looks, at
 // intervals that double from kFirstLook to kLastLook, whether a thread has waited since the last look. If none has, or
-// if a thread that is about to wait for something else asks for it, the transport's thread moves the messages, until
-// its next look finds a wait.
+// a thread that is about to wait for something else has asked for it by ask(), the transport's thread moves the
+// messages. It stops when a later look finds that a thread has waited.
 #pragma once
 
 #include <sys/eventfd.h>
@@ -54,11 +55,12 @@ public:
     }
     int descriptor() const { return wake_.descriptor(); }
 
-    // These are for the transport's thread. Whether it moves the messages of the lane:
+    // For the transport's thread: whether it moves the messages of the lane.
     bool moves() const { return moves_; }
-    // How long it may sleep until its next look, while it does not move them.
+    // For the transport's thread: how long it may sleep until its next look, while it does not move messages.
     std::chrono::milliseconds until_look() const { return until_look_; }
-    // Decides which thread moves the messages from now on. `is_woken`: descriptor() is readable.
+    // For the transport's thread: decides whether it moves the messages from now on. `is_woken`: descriptor() is
+    // readable.
     template <typename Lane>
     void look(Lane& lane, bool is_woken) {
         constexpr std::chrono::milliseconds kFirstLook{2}, kLastLook{64};
@@ -71,7 +73,7 @@ public:
     }
 
 private:
-    const Socket wake_;  // an eventfd, written after a change of the two below
+    const Socket wake_;  // an eventfd, which is written after a change of the next two
     std::atomic<bool> is_stopping_{false}, is_asked_{false};
     bool moves_ = true;
     std::chrono::milliseconds until_look_{2};

@@ -31,8 +31,7 @@ bool accepts(TcpMessage& receive, int from, std::size_t bytes) {
 
 }  // namespace
 
-// Removes and returns the first receive for a message; null if there is none. A receive whose claim has been taken in
-// another place is dropped.
+// Removes and returns the first receive for a message, unless its claim has been taken elsewhere; null: there is none.
 TcpMessagePtr Inbox::take_receive(int from, int tag) {
     for (const int sender : {from, Transport::kAnyone}) {
         const Key key{sender, tag};

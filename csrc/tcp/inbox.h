@@ -38,8 +38,7 @@ struct TcpMessage {
 };
 using TcpMessagePtr = std::shared_ptr<TcpMessage>;
 
-// A message on its way in. Its bytes go to `data`, which is the memory of `receive`, or of `buffer` if `receive` is
-// null.
+// A message on its way in. Its bytes go to `data`: the memory of `receive`, or of `buffer` if there is no receive.
 struct Arrival {
     int from, tag;
     std::size_t bytes;

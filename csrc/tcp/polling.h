@@ -27,8 +27,7 @@ public:
     public:
         explicit Wait(Polling& polling) : polling_(polling) {}
 
-        // Yields the core, without the lock, and returns true: poll again. Or returns false at once: it is time to
-        // sleep.
+        // Yields the core, without the lock, and returns true: poll again. Or returns false at once: sleep.
         bool again(std::unique_lock<std::mutex>& lock) {
             constexpr int kPolls = 30, kPollsInBackground = 3;
             if (!polling_.polls_ || polls_++ == (in_background ? kPollsInBackground : kPolls)) return false;

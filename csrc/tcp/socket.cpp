@@ -54,8 +54,7 @@ SocketAddress parse(const std::string& address) {
     return {ip, std::stoi(address.substr(colon + 1))};
 }
 
-// Whether this host has an address from which a packet to the other one can be sent. A datagram socket needs no port
-// that connections use.
+// Whether this host has a source address for packets to this one. A datagram socket needs none of TCP's ports.
 bool has_source_for(const SocketAddress& address) {
     const Socket probe(::socket(address.storage.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
     return ::connect(probe.descriptor(), address.get(), address.length) == 0 || errno != EADDRNOTAVAIL;
