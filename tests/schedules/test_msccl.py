@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from buffer_memory import BufferMemory, Value, WrongError, added, last, verdict
+from buffer_memory import BufferMemory, Value, WrongError, last, verdict
 
 from dist_prims.cli.main import main
 from dist_prims.schedules import Schedule, algorithms, build
@@ -40,7 +40,7 @@ class Machine(BufferMemory):
 
     def run(self, choose: Callable[[list[str]], str]) -> tuple[bool, list[str]]:
         """Whether all ranks end with the right result, and the steps in the order in which they ran."""
-        self.memory = [self.start(rank) for rank in range(self.size)]
+        self.memory, self.failed = [self.start(rank) for rank in range(self.size)], False
         self.flags = [dict.fromkeys(blocks, -1) for blocks in self.blocks]
         self.sent: dict[tuple[int, int, str], deque[list[Value]]] = defaultdict(deque)
         self.owners: dict[tuple[str, int, int, str], int] = {}
@@ -55,7 +55,8 @@ class Machine(BufferMemory):
         finished = all(step == len(self.blocks[rank][tb].findall("step")) for (rank, tb), step in at.items())
         if not finished or any(self.sent.values()):
             return False, [*done, "stuck"]
-        return all(self.memory[rank].items() >= self.result(rank).items() for rank in range(self.size)), done
+        is_right = all(self.memory[rank].items() >= self.result(rank).items() for rank in range(self.size))
+        return is_right and not self.failed, done
 
     def name(self, rank: int, tb: int, step: int) -> str:
         steps = self.blocks[rank][tb].findall("step")
@@ -96,13 +97,12 @@ class Machine(BufferMemory):
                 received = self.connection(rank, tb, "recv").popleft()
                 if len(received) != len(count):
                     raise WrongError("count")
-            if any(place not in memory for place in [*src, *(dst if kind == "re" else [])]):
-                raise WrongError("nothing")
-            values = [memory[place] for place in src] or received
+            self.failed |= any(place not in memory for place in [*src, *(dst if kind == "re" else [])])
+            values = [memory.get(place, (-1, ())) for place in src] or received
             if kind in ("rrc", "rrs", "rrcs"):
-                values = [added(one, two) for one, two in zip(values, received, strict=True)]
+                values = [self.sum_of(one, two) for one, two in zip(values, received, strict=True)]
             if kind == "re":
-                values = [added(memory[place], value) for place, value in zip(dst, values, strict=True)]
+                values = [self.sum_of(memory.get(at, (-1, ())), value) for at, value in zip(dst, values, strict=True)]
             memory.update(zip(dst, values, strict=False))
             if kind in ("s", "rcs", "rrs", "rrcs"):
                 self.connection(rank, tb, "send").append(values)
@@ -311,12 +311,37 @@ def test_more_sends_than_a_connection_holds_are_a_deadlock(tmp_path: Path) -> No
     assert machine_agrees(simple, error, random.Random(0))
 
 
+@pytest.mark.parametrize("has", [0, 1])
+def test_a_nop_announces_nothing(has: int, tmp_path: Path) -> None:
+    """A runtime drops a nop after it has waited, so a dependency on it ends with the next step that has hasdep."""
+    blocks = []
+    for peer in (1, 0):
+        first = step(0, "nop", has=1) + step(1, "s", has=has)
+        second = step(0, "rrc", dep=(0, 0))
+        blocks.append(
+            [
+                f'<tb id="0" send="{peer}" recv="-1" chan="0">{first}</tb>',
+                f'<tb id="1" send="-1" recv="{peer}" chan="0">{second}</tb>',
+            ]
+        )
+    text = algo("after_nop", "allreduce", 1, blocks, 1)
+    error = verdict(text, tmp_path / "one.xml")
+    assert error.startswith("" if has else "deadlock: rank 0, thread block 1, step 0 (rrc) waits for step 0")
+    assert bool(error) != bool(has)
+    assert machine_agrees(text, error, random.Random(0))
+
+
 REFUSED = {
     "an entity": ("<algo", '<!DOCTYPE a [<!ENTITY b "c">]><algo', "has a declaration"),
     "no XML": ("</algo>", "", "the file is not XML"),
     "another root": ("algo", "graph", "the root is <graph>"),
     "a collective": ("allreduce", "custom", "the collective 'custom' cannot be proved"),
     "a type": ('type="re"', 'type="ra"', "this type cannot be proved"),
+    "an overlap": (
+        'type="nop" srcbuf="i" srcoff="0" dstbuf="i" dstoff="0" cnt="1"',
+        'type="cpy" srcbuf="s" srcoff="0" dstbuf="s" dstoff="1" cnt="2"',
+        "its source and its destination overlap",
+    ),
     "a protocol": ("LL", "LL256", "it must be one of Simple, LL, LL128"),
     "no number": ('cnt="1"', 'cnt="one"', "cnt='one' is not a number"),
     "a missing field": (' depid="-1"', "", "has no depid"),

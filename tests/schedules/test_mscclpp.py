@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from buffer_memory import BufferMemory, MemoryPlace, Value, WrongError, added, last, verdict
+from buffer_memory import BufferMemory, MemoryPlace, Value, WrongError, last, verdict
 
 from dist_prims.cli import main
 from dist_prims.schedules import Schedule, algorithms, build
@@ -48,7 +48,7 @@ class PlanMachine(BufferMemory):
         chunks = self.gpus[0]["output_chunks" if plan["collective"] == "allgather" else "input_chunks"]
         scratch = [gpu["scratch_chunks"] for gpu in self.gpus]
         super().__init__(plan["collective"], chunks, plan["inplace"], scratch)
-        self.strict, self.failed = strict, False
+        self.strict = strict
         self.memory: list[dict[MemoryPlace, Value]] = [{} for _ in self.gpus]
         self.packets: dict[Where, Value] = {}
         self.scratch_users: dict[bool, set[int]] = {True: set(), False: set()}  # ranks, by whether with packets
@@ -56,6 +56,7 @@ class PlanMachine(BufferMemory):
         self.waited: Counter[Any] = Counter()
         self.arrived: Counter[Any] = Counter()
         self.ended: set[int] = set()
+        self.reductions: set[str] = set()
         self.tasks: list[Task] = []
         self.starts = [self.task(f"the start of rank {rank}", [], self.starter(rank)) for rank in range(self.size)]
         self.proxies: dict[Any, Task] = {}
@@ -63,8 +64,8 @@ class PlanMachine(BufferMemory):
         for rank, gpu in enumerate(self.gpus):
             own = [task for number in range(len(gpu["threadblocks"])) for task in self.read_block(rank, number)]
             self.task(f"the end of rank {rank}", own, self.ender(rank))
-        if self.scratch_users[True] & self.scratch_users[False]:
-            raise WrongError("packets and others in one buffer")
+        if self.scratch_users[True] & self.scratch_users[False] or len(self.reductions) > 1:
+            raise WrongError("packets and others in one buffer, or several reductions")
 
     def task(self, name: str, after: list[Task], *given: Any) -> Task:
         self.tasks.append(Task(name, after, *given))
@@ -207,6 +208,7 @@ class PlanMachine(BufferMemory):
         sums = kind in ("re", "res", "rre", "rres", "repkt", "respkt", "recpkt", "recspkt")
         if sums and "reduce_op" not in op:
             raise WrongError("reduce_op")
+        self.reductions |= {op["reduce_op"]} if sums else set()
         if len(sources[0]) != len(targets[0]) or (not sums and len(sources) != len(targets)):
             raise WrongError("sizes")
         reads, writes = kind in ("upkt", "rppkt"), kind in ("cpkt", "ppkt", "rppkt")
@@ -275,10 +277,7 @@ class PlanMachine(BufferMemory):
             for at, place in enumerate(into):
                 total, *values = (self.get(src[at], flag) for src, flag in zip(sources, flags, strict=True))
                 for value in values:
-                    try:
-                        total = added(total, value)
-                    except WrongError:
-                        self.failed = True
+                    total = self.sum_of(total, value)
                 self.put(place, total, False)
 
         return act
@@ -575,6 +574,64 @@ def test_what_a_plan_lacks_between_two_operations_is_named(case: str, tmp_path: 
     assert message in verdict(json.dumps(changed), tmp_path / "one.json")
 
 
+def connected_twice(plan: Plan) -> None:
+    """Each thread block of :func:`two_blocks` for 2 ranks gets a channel of its own."""
+    for gpu in plan["gpus"]:
+        gpu["channels"][0]["connected_to"] *= 2
+        first, second = gpu["threadblocks"]
+        second["channels"][0]["channel_ids"] = [1]
+        second["ops"] += [control("signal", 1), control("wait", 1)]
+        del first["ops"][-4:]  # the semaphore, the nop, and the last signal and wait
+
+
+def crossed(plan: Plan) -> None:
+    """The ranks use different channels for the second thread block."""
+    connected_twice(plan)
+    plan["gpus"][1]["threadblocks"][1]["channels"][0]["channel_ids"] = [0]
+
+
+def twice(plan: Plan) -> None:
+    plan["gpus"][0]["threadblocks"][0]["ops"] *= 2
+
+
+OTHERS: dict[str, tuple[Callable[[int], Plan], Callable[[Plan], object], str]] = {
+    "two channels": (two_blocks, connected_twice, ""),
+    "another channel": (two_blocks, crossed, "waits for a signal that no operation sends"),
+    "a free semaphore": (two_blocks, lambda plan: plan["gpus"][0]["semaphores"][0].update(init_value=1), "race: "),
+    "a barrier": (
+        two_blocks,
+        lambda plan: plan["gpus"][0]["threadblocks"][1]["ops"][0].update(num_threadblocks=3),
+        "deadlock: 2 thread blocks reach barrier 0 of rank 0, but num_threadblocks is [3, 3]",
+    ),
+    "packets written twice": (packets, twice, "write packets to s[0] of rank 1, and a reader cannot tell which"),
+    "packets and others": (
+        packets,
+        lambda plan: plan["gpus"][0]["threadblocks"][0]["ops"].append(move("copy", ["i0"], ["s3"])),
+        "the scratch of rank 0 is accessed with packets and without",
+    ),
+    "two reductions": (
+        packets,
+        lambda plan: plan["gpus"][0]["threadblocks"][1]["ops"][0].update(reduce_op="max"),
+        "the plan reduces by max and sum",
+    ),
+    "another rank's port": (
+        over_ports,
+        lambda plan: plan["gpus"][0]["threadblocks"][0]["ops"][3]["channel_ids"].reverse(),
+        "the channel is connected to rank 2, the buffer is on rank 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_channels_semaphores_barriers_and_packets_are_checked(case: str, tmp_path: Path) -> None:
+    make, change, message = OTHERS[case]
+    plan = wrong(make(2 if "channel" in case else 3), change)
+    error = verdict(json.dumps(plan), tmp_path / "one.json")
+    assert message in error
+    assert bool(message) == bool(error), error
+    assert plan_agrees(plan, error, random.Random(case))
+
+
 def test_a_relaxed_signal_does_not_publish_what_was_written_before(tmp_path: Path) -> None:
     text = json.dumps(two_blocks(2)).replace('"signal"', '"rlxsignal"')
     assert "may do so after the end of rank" in verdict(text, tmp_path / "one.json")
@@ -585,3 +642,8 @@ def test_prove_reads_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     path.write_text(json.dumps(packets(3)))
     assert main(["prove", str(path)]) == 0
     assert capsys.readouterr().out == f"✓ {path}: all_reduce plan, 3 ranks, 3 chunks, 4 steps\n"
+
+
+def test_packets_are_added_before_the_own_data(tmp_path: Path) -> None:
+    assert not verdict(json.dumps(packets(3)), tmp_path / "one.json")
+    assert str(Schedule.load(tmp_path / "one.json").order(chunk=0)) == "r1+r2+r0"
