@@ -63,6 +63,7 @@ hosts() {
         on "$topology" 1gbit "$few" hosts --sizes 4,4K --iterations 5
         on "$topology" 100mbit "$few" hosts --sizes 4,4K,64K,16M --iterations 5
     done
+    run "--bytes 64K --rounds 1" ./launch_scripts/netns-hosts.sh 4 2 "100mbit 1gbit" -- python docs/benchmarks/slow_host.py
     for rate in 10gbit none; do on "2 2" $rate "$few" hosts --sizes 1M,16M,32M; done
 }
 
