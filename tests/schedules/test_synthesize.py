@@ -77,7 +77,6 @@ def test_a_tree_that_is_removed_leaves_no_load() -> None:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_an_all_to_all_is_near_the_flow_of_several_commodities(name: str) -> None:
-    pytest.importorskip("scipy")
     graph = GRAPHS[name]
     result = synthesize(graph, "all_to_all", 256e6, chunks=8)
     result.found.schedule.verify()
@@ -86,7 +85,6 @@ def test_an_all_to_all_is_near_the_flow_of_several_commodities(name: str) -> Non
 
 
 def test_the_bound_of_an_all_to_all_is_the_length_of_all_ways_on_a_ring_and_the_slow_link_of_a_host() -> None:
-    pytest.importorskip("scipy")
     distances = [min(rank, 8 - rank) for rank in range(8)]
     assert flow_bound(Graph.ring(8)) == pytest.approx(sum(distances) / 2 / 8 / 1e9)  # two links leave a rank
     assert flow_bound(SLOW_HOST) == pytest.approx(2 * 4 / 6 / 0.25e9)  # two ranks send to four others
