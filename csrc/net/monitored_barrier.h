@@ -19,7 +19,7 @@ namespace dist_prims {
 // Args:
 //     local_ranks: by rank of the group, the rank on this host, or -1.
 //     rank: this rank of the group.
-//     limit: of the whole barrier.
+//     limit: for all ranks to arrive, and again for each message that lets a rank go on.
 //     names_all: whether rank 0 names all late ranks, or only the first.
 void monitored_barrier(RemotePeers& remote, PointToPoint& p2p, const std::vector<int>& local_ranks, int rank,
                        std::chrono::milliseconds limit, bool names_all);

@@ -225,7 +225,7 @@ MultiHostGroup::LeaderFrames MultiHostGroup::gather_frames(std::chrono::millisec
         throw;
     }
     outgoing_used_ = 0;
-    // 4. The frame of host 0 becomes the first.
+    // 3. The frame of host 0 becomes the first.
     const auto first = frames.begin();
     std::rotate(first, first + static_cast<std::ptrdiff_t>((hosts - hosts_.mine) % hosts), frames.end());
     return frames;

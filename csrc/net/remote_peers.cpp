@@ -316,10 +316,12 @@ void RemotePeers::end() {
     membership_.give_notice({CommError::Kind::kInterrupted, membership_.group_rank(membership_.rank())});
     const auto interrupt_in_send = interrupt_of([this] { send_notice(); });
     // 2. Close the transport. A wait beyond its limit closes it, so wait for a message that no rank sends. The receive
-    // names no rank: a receive from a rank that has gone fails at once, and closes nothing.
+    // names no rank: a receive from a rank that has gone fails at once, and closes nothing. A signal ends a wait early.
     const auto interrupt_in_close = interrupt_of([this] {
         const auto nothing = std::make_shared<std::byte>();
-        transport_->receive(Transport::kAnyone, tags.unused(), nothing.get(), 1, nothing)->wait(1ms);
+        const auto request = transport_->receive(Transport::kAnyone, tags.unused(), nothing.get(), 1, nothing);
+        for (int attempts = 0; attempts < 20 && !request->wait(1ms); ++attempts) {
+        }
     });
     // 3. Only now, when no message uses memory any more, throw what a signal handler has thrown.
     for (const auto& interrupt : {interrupt_in_send, interrupt_in_close}) {

@@ -19,13 +19,12 @@ constexpr Clock::duration kFirstLook = 100ms, kFirstReport = 1s, kBetweenLooks =
 constexpr std::size_t kMostNamed = 4;
 constexpr std::uint64_t kEnough = 64 << 10;  // bytes that tell how fast a connection is
 
-// Which file descriptor 2 is; none if it is closed.
-std::optional<std::pair<dev_t, ino_t>> file_of_stderr() {
+// Which file descriptor 2 is: device and inode; none if it is closed.
+std::optional<std::pair<std::uint64_t, std::uint64_t>> file_of_stderr() {
     struct stat status{};
     if (::fstat(2, &status) != 0) return std::nullopt;
     return std::pair(status.st_dev, status.st_ino);
 }
-const auto file_of_stderr_at_start = file_of_stderr();
 
 double megabytes_per_second_of(const Transport::Delivered& delivered) {
     return static_cast<double>(delivered.bytes) / std::max(1.0, static_cast<double>(delivered.time.count()));
@@ -47,6 +46,8 @@ bool may_print(Clock::time_point now, std::chrono::milliseconds timeout) {
 }
 
 }  // namespace
+
+SlowCall::SlowCall() : stderr_at_start_(file_of_stderr()) {}
 
 void SlowCall::begin(const Call& call, std::chrono::milliseconds timeout) {
     call_ = call;
@@ -76,7 +77,7 @@ void SlowCall::look(Transport& transport, const Membership& membership) {
     const auto seconds = [](Clock::duration time) {
         return std::to_string(std::chrono::duration_cast<std::chrono::seconds>(time).count()) + " s";
     };
-    if (file_of_stderr_at_start && file_of_stderr() == file_of_stderr_at_start && may_print(now, timeout_))
+    if (stderr_at_start_ && file_of_stderr() == stderr_at_start_ && may_print(now, timeout_))
         std::cerr << "dist_prims: " + membership.own_name() + ": " + call_.text() + ": " + seconds(now - began_) +
                          " so far, the timeout is " + seconds(timeout_) + "; " + text + "\n";
 }

@@ -6,13 +6,14 @@
 // reports what its connections have delivered if one of them had bytes to deliver for at least half of the time of the
 // call.
 //
-// The line is left out if descriptor 2 has changed since this library was loaded: it may be any file of the program.
+// The line is left out if descriptor 2 has changed since the group was made: it may be any file of the program.
 #pragma once
 
 #include <chrono>
 #include <map>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "../common/types.h"
 #include "../shm/membership.h"
@@ -22,6 +23,7 @@ namespace dist_prims {
 
 class SlowCall {
 public:
+    SlowCall();
     // A call begins.
     void begin(const Call& call, std::chrono::milliseconds timeout);
     // Called at the end of each wait of the call, and at intervals in a long one. Prints the line after a tenth of the
@@ -33,6 +35,7 @@ private:
 
     std::string rates(const Delivered& now, std::chrono::microseconds time, const Membership& membership) const;
 
+    const std::optional<std::pair<std::uint64_t, std::uint64_t>> stderr_at_start_;  // which file; none: closed
     Call call_;
     std::chrono::milliseconds timeout_{0};
     Clock::time_point began_, next_look_;  // look() does nothing before next_look_
