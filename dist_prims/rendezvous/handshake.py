@@ -51,6 +51,7 @@ EARLIER_VERSION = "an earlier version"  # before protocol 1: it sends no version
 HOSTS = "hosts"  # the key of the hosts of all ranks, below the name of the attempt
 _SECONDS_TO_READ = 1.0  # for a rank that is refused, before the store ends with rank 0
 _LONGEST = 1 << 20  # bytes of a text: the hosts of some 20,000 ranks
+_MOST_NAMED = 16  # ranks in the text of an error
 _TOKEN = re.compile("[0-9a-f]{16}")
 _REASONS = {
     "missing": "rank 0 has a secret, and this rank has none",
@@ -148,10 +149,14 @@ class _OtherRank:
             raise TimeoutError(f"{text}; {self._refusal}" if self._refusal else text) from None
 
     def _awaited_ranks(self, name: str) -> str:
-        """The ranks that have not acknowledged the name, without which rank 0 does not publish the hosts."""
-        ranks = range(1, self._size)
-        missing = [rank for rank in ranks if not self._store.check([f"{name}/acknowledged/{rank}"])]
-        return f"ranks {missing}" if missing else "rank 0"
+        """What a text at the deadline names: ranks that have not come, else rank 0, which may not be the cause."""
+        with contextlib.suppress(RuntimeError):  # the store may have ended with rank 0
+            keys = [f"hello/{rank}" for rank in range(1, self._size)]
+            # Ranks that have ended the handshake delete their keys, after rank 0 has published the hosts.
+            is_published = self._store.check([f"{name}/{HOSTS}"])
+            if not is_published and (missing := _missing_keys(self._store, keys, _MOST_NAMED)):
+                return f"ranks {[int(key.removeprefix('hello/')) for key in missing]}"
+        return "rank 0, which may itself wait for another rank"
 
     def _answer(self) -> str:
         """The name of this attempt; empty as long as rank 0 has not answered."""
@@ -265,28 +270,33 @@ class _Rank0:
         keys = [f"{self._name}/acknowledged/{rank}" for rank in range(1, self._size)]
         if len(self._answered) < self._size - 1 or not self._store.check(keys):
             return False
-        texts = self._store.multi_get(keys)
-        return all(self._is_acknowledgement(rank, text) for rank, text in enumerate(texts, start=1))
-
-    def _is_acknowledgement(self, rank: int, text: bytes) -> bool:
-        return verified(text, self._secret, ("acknowledgement", rank, self._answered[rank].token)) == [self._name]
-
-    def _has_acknowledged(self, rank: int) -> bool:
-        key = f"{self._name}/acknowledged/{rank}"
-        return self._store.check([key]) and self._is_acknowledgement(rank, self._store.get(key))
+        return all(
+            verified(text, self._secret, ("acknowledgement", rank, self._answered[rank].token)) == [self._name]
+            for rank, text in enumerate(self._store.multi_get(keys), start=1)
+        )
 
     def _missing(self) -> str:
         """What the error at the deadline says."""
         missing = [rank for rank in range(1, self._size) if rank not in self._answered]
         if not missing:
-            late = [rank for rank in range(1, self._size) if not self._has_acknowledged(rank)]
-            return f"no acknowledgement of ranks {late}"
+            return "no acknowledgement of a rank"
         refused = [
             f"; a process that came as rank {rank} has {self._refused[rank]}"
             for rank in missing
             if rank in self._refused
         ]
         return f"no sign of ranks {missing}" + (f"{refused[0]}; {REMEDY}" if refused else "")
+
+
+def _missing_keys(store: dist.Store, keys: list[str], most: int) -> list[str]:
+    """The first keys that the store does not have, ``most`` of them, by few requests."""
+    if most == 0 or not keys or store.check(keys):
+        return []
+    if len(keys) == 1:
+        return keys
+    half = len(keys) // 2
+    found = _missing_keys(store, keys[:half], most)
+    return found + _missing_keys(store, keys[half:], most - len(found))
 
 
 def signed(secret: Secret | None, context: tuple[str | int, ...], *texts: str) -> str:
