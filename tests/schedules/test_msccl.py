@@ -1,7 +1,7 @@
 """MSCCL algorithms: what is proved runs in every order, and what is refused fails in some order.
 
-``Machine`` is the independent check. It reads the XML by itself and executes one step of one thread block at a time, in
-a random order.
+``Machine`` is the independent check. It reads the XML by itself and executes one chunk of a step of a thread block at a
+time, in a random order.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,9 @@ import pytest
 from buffer_memory import BufferMemory, Value, WrongError, last, verdict
 
 from dist_prims.cli.main import main
-from dist_prims.schedules import Schedule, algorithms, build
+from dist_prims.schedules import Graph, Schedule, algorithms, build, synthesize
+from dist_prims.schedules.contract import contract
+from dist_prims.schedules.steps import Step, Steps
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
@@ -39,30 +41,42 @@ class Machine(BufferMemory):
         self.blocks = [{int(tb.attrib["id"]): tb for tb in gpu.findall("tb")} for gpu in self.gpus]
 
     def run(self, choose: Callable[[list[str]], str]) -> tuple[bool, list[str]]:
-        """Whether all ranks end with the right result, and the steps in the order in which they ran."""
+        """Whether all ranks end with the right result, and the chunks of the steps in the order in which they ran."""
         self.memory, self.failed = [self.start(rank) for rank in range(self.size)], False
         self.flags = [dict.fromkeys(blocks, -1) for blocks in self.blocks]
-        self.sent: dict[tuple[int, int, str], deque[list[Value]]] = defaultdict(deque)
+        self.sent: dict[tuple[int, int, str], deque[tuple[str, Value]]] = defaultdict(deque)
         self.owners: dict[tuple[str, int, int, str], int] = {}
-        at = {(rank, tb): 0 for rank, blocks in enumerate(self.blocks) for tb in blocks}
+        parts = {(rank, tb): list(self.parts(each)) for rank, own in enumerate(self.blocks) for tb, each in own.items()}
+        at = dict.fromkeys(parts, 0)
         done: list[str] = []
-        while ready := {self.name(*key, step): key for key, step in at.items() if self.is_ready(*key, step)}:
+        while True:
+            next_parts = {key: parts[key][number] for key, number in at.items() if number < len(parts[key])}
+            ready = {self.name(*key, *part): key for key, part in next_parts.items() if self.is_ready(*key, part[0])}
+            if not ready:
+                break
             name = choose(list(ready))
             rank, tb = ready[name]
-            self.execute(rank, tb, self.blocks[rank][tb].findall("step")[at[rank, tb]])
+            self.execute(rank, tb, *next_parts[rank, tb])
             at[rank, tb] += 1
             done.append(name)
-        finished = all(step == len(self.blocks[rank][tb].findall("step")) for (rank, tb), step in at.items())
-        if not finished or any(self.sent.values()):
+        if next_parts or any(self.sent.values()):
             return False, [*done, "stuck"]
         is_right = all(self.memory[rank].items() >= self.result(rank).items() for rank in range(self.size))
         return is_right and not self.failed, done
 
-    def name(self, rank: int, tb: int, step: int) -> str:
-        steps = self.blocks[rank][tb].findall("step")
-        return f"rank {rank}, thread block {tb}, step {step} ({steps[step].attrib['type']})"
+    def parts(self, block: ElementTree.Element) -> Iterator[tuple[int, int]]:
+        """The steps of a thread block and their chunks, which a runtime moves one by one if they are large."""
+        for number, each in enumerate(block.findall("step")):
+            for chunk in range(max(1, int(each.attrib["cnt"])) if each.attrib["type"] != "nop" else 1):
+                yield number, chunk
 
-    def connection(self, rank: int, tb: int, side: str) -> deque[list[Value]]:
+    def name(self, rank: int, tb: int, step: int, chunk: int) -> str:
+        element = self.blocks[rank][tb].findall("step")[step]
+        is_one = element.attrib["cnt"] == "1" or element.attrib["type"] == "nop"
+        part = "" if is_one else f", chunk {chunk}"
+        return f"rank {rank}, thread block {tb}, step {step}{part} ({element.attrib['type']})"
+
+    def connection(self, rank: int, tb: int, side: str) -> deque[tuple[str, Value]]:
         peer, channel = int(self.blocks[rank][tb].attrib[side]), self.blocks[rank][tb].attrib["chan"]
         if peer == rank or not 0 <= peer < self.size or self.owners.setdefault((side, rank, peer, channel), tb) != tb:
             raise WrongError(f"{side}={peer}")
@@ -70,8 +84,6 @@ class Machine(BufferMemory):
 
     def is_ready(self, rank: int, tb: int, step: int) -> bool:
         steps = self.blocks[rank][tb].findall("step")
-        if step == len(steps):
-            return False
         kind, other, needed = steps[step].attrib["type"], *(int(steps[step].attrib[name]) for name in ("depid", "deps"))
         if other >= 0 > needed:
             raise WrongError(f"deps={needed}")
@@ -81,7 +93,8 @@ class Machine(BufferMemory):
             return False
         return kind not in ("s", "rcs", "rrs", "rrcs") or len(self.connection(rank, tb, "send")) < self.slots
 
-    def execute(self, rank: int, tb: int, step: ElementTree.Element) -> None:
+    def execute(self, rank: int, tb: int, number: int, chunk: int) -> None:
+        step = self.blocks[rank][tb].findall("step")[number]
         kind, memory, count = step.attrib["type"], self.memory[rank], range(int(step.attrib["cnt"]))
         if kind != "nop":
             src, dst = (
@@ -92,10 +105,15 @@ class Machine(BufferMemory):
             )
             if not count or (src and dst and src != dst and set(src) & set(dst)):
                 raise WrongError("overlap")
+            if kind == "re" and self.is_fused_wrongly(rank, tb, number):
+                raise WrongError("fused")
+            src, dst = src[chunk : chunk + 1], dst[chunk : chunk + 1]
             received: list[Value] = []
+            part = f"{chunk} of {len(count)}"
             if kind in ("r", "rcs", "rrc", "rrs", "rrcs"):
-                received = self.connection(rank, tb, "recv").popleft()
-                if len(received) != len(count):
+                sent, value = self.connection(rank, tb, "recv").popleft()
+                received = [value]
+                if sent != part:
                     raise WrongError("count")
             self.failed |= any(place not in memory for place in [*src, *(dst if kind == "re" else [])])
             values = [memory.get(place, (-1, ())) for place in src] or received
@@ -105,9 +123,18 @@ class Machine(BufferMemory):
                 values = [self.sum_of(memory.get(at, (-1, ())), value) for at, value in zip(dst, values, strict=True)]
             memory.update(zip(dst, values, strict=False))
             if kind in ("s", "rcs", "rrs", "rrcs"):
-                self.connection(rank, tb, "send").append(values)
-        if step.attrib["hasdep"] == "1" and kind != "nop":
+                self.connection(rank, tb, "send").append((part, values[0]))
+        if step.attrib["hasdep"] == "1" and kind != "nop" and chunk == count[-1]:
             self.flags[rank][tb] = int(step.attrib["s"])
+
+    def is_fused_wrongly(self, rank: int, tb: int, number: int) -> bool:
+        """Whether a runtime does a sum together with the one before it, which has another count."""
+        own, *earlier = self.blocks[rank][tb].findall("step")[number::-1]
+        before = next((each for each in earlier if each.attrib["type"] != "nop"), own).attrib
+        names = ("type", "srcbuf", "dstbuf", "dstoff")
+        is_fused = [before[name] for name in names] == [own.attrib[name] for name in names]
+        is_fused &= before["hasdep"] == "0" and own.attrib["depid"] == "-1"
+        return is_fused and before["cnt"] != own.attrib["cnt"]
 
 
 def machine_agrees(text: str, error: str, chance: random.Random) -> bool:
@@ -149,16 +176,17 @@ def algo(name: str, coll: str, chunks: int, blocks: list[list[str]], inplace: in
     )
 
 
-def fused_ring(size: int, inplace: int) -> str:
+def fused_ring(size: int, inplace: int, count: int = 1) -> str:
     """A ring all_reduce with one thread block a rank that receives, adds and sends in one step."""
     blocks = []
     for rank in range(size):
-        own = [(rank - step) % size for step in range(2 * size - 1)]
+        own = [(rank - step) % size * count for step in range(2 * size - 1)]
         kinds = ["s", *["rrs"] * (size - 2), "rrcs", *["rcs"] * (size - 2), "r"]
         steps = [step(at, kind, f"i{own[at]}", f"o{own[at]}") for at, kind in enumerate(kinds)]
+        text = "".join(steps).replace('cnt="1"', f'cnt="{count}"')
         send, receive = (rank + 1) % size, (rank - 1) % size
-        blocks.append([f'<tb id="0" send="{send}" recv="{receive}" chan="0">{"".join(steps)}</tb>'])
-    return algo("fused_ring", "allreduce", size, blocks, inplace)
+        blocks.append([f'<tb id="0" send="{send}" recv="{receive}" chan="0">{text}</tb>'])
+    return algo("fused_ring", "allreduce", size * count, blocks, inplace)
 
 
 def one_shot(size: int) -> str:
@@ -177,6 +205,15 @@ def one_shot(size: int) -> str:
     return algo("one_shot", "allreduce", 1, blocks, 1, size)
 
 
+def exchange(chunks: int, order: int = 1) -> Schedule:
+    """Two ranks that add the data of each other in one step; with order=-1 the last chunk goes first."""
+    data = range(chunks)[::order]
+    src, dst = [0] * chunks + [1] * chunks, [1] * chunks + [0] * chunks
+    steps = (Step(src, dst, [*range(chunks)] * 2, [True] * 2 * chunks, [*data] * 2),)
+    own = contract("all_reduce", 2, chunks)
+    return Schedule("all_reduce", "exchange", 2, chunks, own, Steps(lambda: iter(steps), 1))
+
+
 def exported(collective: str, name: str, size: int, folder: Path) -> str:
     return build(collective, name, size).save(folder / "one.xml", "msccl").read_text()
 
@@ -189,6 +226,8 @@ BASES: dict[str, Callable[[Path], str]] = {
     "direct": lambda folder: exported("reduce_scatter", "direct", 3, folder),
     "bruck": lambda folder: exported("all_to_all", "bruck", 4, folder),
     "all_gather": lambda folder: exported("all_gather", "ring", 4, folder),
+    "exchange": lambda folder: exchange(4).save(folder / "one.xml", "msccl").read_text(),
+    "fused ring of two chunks": lambda _: fused_ring(3, 0, 2),
     "hierarchical": lambda folder: exported("all_reduce", "hierarchical", 4, folder),
 }
 
@@ -236,7 +275,7 @@ def mutant(text: str, chance: random.Random) -> str:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("base", BASES)
 def test_mutants_are_refused_or_right(base: str, tmp_path: Path) -> None:
-    """125 algorithms with one mistake for each base: 1,000 together."""
+    """125 algorithms with one mistake for each base: 1,250 together."""
     text, chance = BASES[base](tmp_path), random.Random(base)
     verdicts = []
     for _ in range(125):
@@ -311,6 +350,47 @@ def test_more_sends_than_a_connection_holds_are_a_deadlock(tmp_path: Path) -> No
     assert machine_agrees(simple, error, random.Random(0))
 
 
+def test_a_send_of_several_chunks_fills_as_many_slots(tmp_path: Path) -> None:
+    """An exchange of 4 chunks was written as one send, which 2 slots do not hold, and was read as one slot."""
+    text = exchange(4).save(tmp_path / "one.xml", "msccl").read_text()
+    assert not verdict(text, tmp_path / "one.xml")
+    assert machine_agrees(text, "", random.Random(0))
+    steps = [
+        step(0, "s", has=1).replace('cnt="1"', 'cnt="4"'),
+        step(0, "rrc", dep=(0, 0)).replace('cnt="1"', 'cnt="4"'),
+    ]
+    blocks = [
+        [
+            f'<tb id="0" send="{1 - rank}" recv="-1" chan="0">{steps[0]}</tb>',
+            f'<tb id="1" send="-1" recv="{1 - rank}" chan="0">{steps[1]}</tb>',
+        ]
+        for rank in (0, 1)
+    ]
+    text = algo("exchange", "allreduce", 4, blocks, 1)
+    assert not verdict(text, tmp_path / "one.xml")  # LL has 8 slots
+    simple = text.replace('proto="LL"', 'proto="Simple"')
+    error = verdict(simple, tmp_path / "one.xml")
+    assert error.startswith("deadlock: rank 0, thread block 0, step 0, chunk 2 (s) waits for rank 1, thread block 1, ")
+    assert machine_agrees(simple, error, random.Random(0))
+
+
+def test_a_merged_run_stays_in_one_buffer(tmp_path: Path) -> None:
+    """Chunk numbers go on from i to o; a run of them was written as one step, and o[4] did not exist."""
+    schedule = synthesize(Graph.ring(4), "all_to_all", 1e6, chunks=1).found.schedule
+    for kind in ("msccl", "mscclpp"):
+        found = Schedule.load(schedule.save(tmp_path / "one", kind))
+        inputs = [np.arange(len(schedule.contract.start(rank).chunk)) + 100 * rank for rank in range(4)]
+        for one, two in zip(found.simulate(inputs), schedule.simulate(inputs), strict=True):
+            np.testing.assert_array_equal(one, two)
+
+
+def test_sums_that_a_runtime_does_together_have_one_count(tmp_path: Path) -> None:
+    text = BASES["one shot"](tmp_path).replace('nchunksperloop="1"', 'nchunksperloop="2"')
+    before, last_one = text.rsplit('type="re"', 1)
+    error = verdict(before + 'type="re"' + last_one.replace('cnt="1"', 'cnt="2"', 1), tmp_path / "one.xml")
+    assert "it adds cnt=2 chunks, and the re before it, which has the same destination, cnt=1" in error
+
+
 @pytest.mark.parametrize("has", [0, 1])
 def test_a_nop_announces_nothing(has: int, tmp_path: Path) -> None:
     """A runtime drops a nop after it has waited, so a dependency on it ends with the next step that has hasdep."""
@@ -346,6 +426,11 @@ REFUSED = {
     "no number": ('cnt="1"', 'cnt="one"', "cnt='one' is not a number"),
     "a missing field": (' depid="-1"', "", "has no depid"),
     "a GPU": ('gpu id="3"', 'gpu id="4"', "the ids of the GPUs are"),
+    "a number of GPUs": (
+        'ngpus="4"',
+        'ngpus="400000000000"',
+        "ngpus=400000000000, but the ids of the GPUs are [0, 1, 2, 3]",
+    ),
     "a large buffer": ('nchunksperloop="1"', 'nchunksperloop="99999999"', "more than 10,000,000 chunks"),
 }
 

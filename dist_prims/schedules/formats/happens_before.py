@@ -48,7 +48,8 @@ class Operation:
     """An operation of a thread block: what it moves, and the chunks that it reads and writes.
 
     ``sends_result``: what it sends is what it has written, rather than what it has read. ``is_boundary``: it stands for
-    the start or the end of a rank, outside of which others may use the memory.
+    the start or the end of a rank, outside of which others may use the memory. ``continues``: it does the next chunk of
+    what the operation before it has begun, in the same step of the schedule.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Operation:
     writes: list[Place] = field(default_factory=list)
     sends_result: bool = False
     is_boundary: bool = False
+    continues: bool = False
 
 
 class OperationGraph:
@@ -171,7 +173,11 @@ class OperationGraph:
         """The earliest step of each operation: after the steps of the operations before it that move data."""
         levels = [0] * len(self.operations)
         for number in self._sorted():
-            levels[number] = max((self._end(levels, each) for each in self._before[number]), default=0)
+            before = self._before[number]
+            levels[number] = max((self._end(levels, each) for each in before), default=0)
+            if self.operations[number].continues:
+                ends = [self._end(levels, each) for each in before if each != number - 1]
+                levels[number] = max([levels[number - 1], *ends])
         return levels
 
     def _end(self, levels: Sequence[int], number: int) -> int:

@@ -12,6 +12,9 @@ the wait ends with the first such step from ``deps`` on.
     rrc    dst = src + what is received
     rrs    send src + what is received
     rrcs   dst = src + what is received, and send it
+
+For large data, a runtime does a step with ``cnt`` chunk by chunk, so each chunk is an operation, and a send of ``cnt``
+chunks needs ``cnt`` slots of its connection. Successive steps ``re`` with one destination become one, with one count.
 """
 
 from __future__ import annotations
@@ -28,25 +31,20 @@ from .happens_before import Operation, OperationGraph, Place, TransferRow
 __all__: list[str] = []
 
 _TYPES = ("s", "r", "rcs", "rrc", "rrs", "rrcs", "cpy", "re", "nop")
-# The sends that a connection holds before they are received: half of the 8 slots of NCCL are one chunk of Simple.
+# The chunks that a connection holds before they are received: half of the 8 slots of NCCL are one chunk of Simple.
 _SLOTS = {"Simple": 2, "LL": 8, "LL128": 8}
 _REMEDY = "let the later one depend on the earlier one (depid and deps, and hasdep of the earlier one)"
 
 
 @dataclass
-class _Sent:
-    """What an operation has put into a connection."""
-
-    number: int
-    places: list[Place]
-
-
-@dataclass
 class _Connection:
-    """The sends from one GPU to another on one channel, and the receives with the places to add or None."""
+    """The steps that send from one GPU to another on one channel, and those that receive.
 
-    sends: list[_Sent] = field(default_factory=list)
-    receives: list[tuple[int, list[TransferRow]]] = field(default_factory=list)
+    A step has an operation for each chunk, with what it puts into the connection, or with the rows that it receives.
+    """
+
+    sends: list[list[tuple[int, Place]]] = field(default_factory=list)
+    receives: list[list[tuple[int, list[TransferRow]]]] = field(default_factory=list)
     ends: set[tuple[str, int]] = field(default_factory=set)  # the thread blocks
 
 
@@ -62,7 +60,7 @@ def read_msccl(text: str) -> tuple[str, OperationGraph]:
         raise ValueError(f"the root is <{root.tag}>; an MSCCL algorithm has <algo>")
     gpus = {_int(gpu, "id"): gpu for gpu in root.iter("gpu")}
     size, chunks = _int(root, "ngpus"), _int(root, "nchunksperloop")
-    if sorted(gpus) != list(range(size)) or len(root.findall("gpu")) != size:
+    if not len(gpus) == len(root.findall("gpu")) == size or sorted(gpus) != list(range(size)):
         raise ValueError(f"ngpus={size}, but the ids of the GPUs are {sorted(gpus)}")
     scratch = [_int(gpus[rank], "s_chunks") for rank in range(size)]
     in_place = _int(root, "inplace") != 0
@@ -96,6 +94,31 @@ def _flags(block: ElementTree.Element) -> list[bool]:
     return [_int(step, "hasdep") != 0 and _text(step, "type") != "nop" for step in block.findall("step")]
 
 
+def _check_fusion(before: ElementTree.Element | None, element: ElementTree.Element) -> None:
+    """Refuse a sum that a runtime would do with the sum before it, and with the count of one of them for both."""
+    if before is None or {_text(before, "type"), _text(element, "type")} != {"re"}:
+        return
+    is_fused = all(_text(before, name) == _text(element, name) for name in ("srcbuf", "dstbuf"))
+    is_fused &= _int(before, "dstoff") == _int(element, "dstoff")
+    counts = _int(before, "cnt"), _int(element, "cnt")
+    if is_fused and _int(before, "hasdep") == 0 and _int(element, "depid") == -1 and counts[0] != counts[1]:
+        what = f"it adds cnt={counts[1]} chunks, and the re before it, which has the same destination, cnt={counts[0]}"
+        raise ValueError(f"{what}; a runtime adds equally many for both: give them one cnt, or hasdep=1 to the first")
+
+
+def _fill(operation: Operation, kind: str, src: Sequence[Place], dst: Sequence[Place]) -> list[TransferRow]:
+    """What an operation on one chunk accesses and moves; the rows of what it receives have no source yet."""
+    operation.reads += [*src, *(dst if kind == "re" else [])]
+    operation.writes += dst if kind != "s" else []
+    operation.sends_result = kind != "s"
+    local = [TransferRow(*place, *into, kind == "re") for place, into in zip(src, dst, strict=False)]
+    if kind in ("cpy", "re"):
+        operation.rows += local
+    # Where the source is the destination, the data received is added to it.
+    rows = [] if src == dst else local
+    return [*rows, *(TransferRow(-1, -1, *into, kind.startswith("rr")) for into in dst)]
+
+
 class _Reader:
     """Adds the steps of the GPUs to a graph."""
 
@@ -108,74 +131,70 @@ class _Reader:
         if sorted(blocks) != list(range(len(gpu.findall("tb")))):
             raise ValueError(f"rank {rank}: the ids of the thread blocks are {sorted(blocks)}; they must be 0, 1, ...")
         numbers = {at: self._read_block(rank, at, blocks[at]) for at in blocks}
+        flags = {at: _flags(block) for at, block in blocks.items()}
         for at, block in blocks.items():
             for step, element in enumerate(block.findall("step")):
                 if (other := _int(element, "depid")) >= 0:
-                    name = self.graph.operations[numbers[at][step]].name
-                    flags = _flags(blocks[other]) if other in blocks else []
+                    name = self.graph.operations[numbers[at][step][0]].name
                     if (first := _int(element, "deps")) < 0:
                         raise ValueError(f"{name}: depid={other}, but deps={first} is not a step")
-                    flagged = next((each for each in range(first, len(flags)) if flags[each]), None)
+                    announcing = flags.get(other, [])
+                    flagged = next((each for each in range(first, len(announcing)) if announcing[each]), None)
                     if flagged is None:
                         raise ScheduleError(
                             f"deadlock: {name} waits for step {first} of thread block {other}, but no step of it from "
                             f"{first} on has hasdep=1, so nothing announces that it is done"
                         )
-                    self.graph.order(numbers[other][flagged], numbers[at][step])
+                    self.graph.order(numbers[other][flagged][-1], numbers[at][step][0])
 
-    def _read_block(self, rank: int, at: int, block: ElementTree.Element) -> list[int]:
-        """The numbers of the operations of a thread block."""
-        numbers: list[int] = []
+    def _read_block(self, rank: int, at: int, block: ElementTree.Element) -> list[list[int]]:
+        """The numbers of the operations of each step of a thread block."""
+        numbers: list[list[int]] = []
+        before: ElementTree.Element | None = None  # the last step that moves data
         for step, element in enumerate(block.findall("step")):
             kind = _text(element, "type")
-            name = f"rank {rank}, thread block {at}, step {step} ({kind})"
+            name = f"rank {rank}, thread block {at}, step {step}"
             if _int(element, "s") != step:
-                raise ValueError(f"{name}: it is numbered s={_text(element, 's')}; steps are 0, 1, ... in order")
+                raise ValueError(
+                    f"{name} ({kind}): it is numbered s={_text(element, 's')}; steps are 0, 1, ... in order"
+                )
             if kind not in _TYPES:
-                raise ValueError(f"{name}: this type cannot be proved; those that can: {', '.join(_TYPES)}")
+                raise ValueError(f"{name} ({kind}): this type cannot be proved; those that can: {', '.join(_TYPES)}")
             try:
-                numbers.append(self._read_step(rank, at, block, element, Operation(name), numbers[-1:]))
+                _check_fusion(before, element)
+                before = element if kind != "nop" else before
+                numbers.append(self._read_step(rank, at, block, element, name, numbers[-1][-1:] if numbers else []))
             except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
+                raise ValueError(f"{name} ({kind}): {error}") from error
         return numbers
 
     def _read_step(
-        self,
-        rank: int,
-        at: int,
-        block: ElementTree.Element,
-        element: ElementTree.Element,
-        operation: Operation,
-        after: Sequence[int],
-    ) -> int:
+        self, rank: int, at: int, block: ElementTree.Element, element: ElementTree.Element, name: str, after: list[int]
+    ) -> list[int]:
+        """Add an operation for each chunk of a step."""
         kind = _text(element, "type")
         if kind == "nop":
-            return self.graph.add(operation, after)
+            return [self.graph.add(Operation(f"{name} (nop)"), after)]
         src = [] if kind in ("r", "rcs") else self._places(rank, element, "src")
         dst = [] if kind in ("s", "rrs") else self._places(rank, element, "dst")
         if dst and src and dst != src and set(dst) & set(src):
             raise ValueError("its source and its destination overlap, so the result is not determined")
-        receives, sends = kind.startswith("r") and kind != "re", kind.endswith("s")
         if kind == "rrs":
             dst = [(rank, self.graph.buffers.value(rank)) for _ in src]
-        operation.reads += src + (dst if kind == "re" else [])
-        operation.writes += dst if kind != "s" else []
-        operation.sends_result = kind != "s"
-        number = self.graph.add(operation, after)
-        local = [
-            TransferRow(rank, place[1], rank, into[1], kind == "re") for place, into in zip(src, dst, strict=False)
-        ]
-        if kind in ("cpy", "re"):
-            operation.rows += local
-        if receives:
-            # Where the source is the destination, the data received is added to it.
-            rows = [] if src == dst else local
-            adds = kind.startswith("rr")
-            rows = [*rows, *(TransferRow(-1, -1, rank, into, adds) for _, into in dst)]
-            self._connection("recv", rank, at, block).receives.append((number, rows))
-        if sends:
-            self._connection("send", rank, at, block).sends.append(_Sent(number, src if kind == "s" else dst))
-        return number
+        numbers: list[int] = []
+        received = []
+        for chunk in range(max(len(src), len(dst))):
+            part = f", chunk {chunk}" if max(len(src), len(dst)) > 1 else ""
+            operation = Operation(f"{name}{part} ({kind})", continues=chunk > 0)
+            rows = _fill(operation, kind, src[chunk : chunk + 1], dst[chunk : chunk + 1])
+            numbers.append(self.graph.add(operation, numbers[-1:] or after))
+            received.append((numbers[-1], rows))
+        if kind.startswith("r") and kind != "re":
+            self._connection("recv", rank, at, block).receives.append(received)
+        if kind.endswith("s"):
+            places = src if kind == "s" else dst
+            self._connection("send", rank, at, block).sends.append(list(zip(numbers, places, strict=True)))
+        return numbers
 
     def _places(self, rank: int, element: ElementTree.Element, end: str) -> list[Place]:
         buffer, first, count = _text(element, f"{end}buf"), _int(element, f"{end}off"), _int(element, "cnt")
@@ -202,15 +221,16 @@ class _Reader:
             if len(sends) != len(receives):
                 counts = f"rank {src} sends {len(sends)} times to rank {dst}, which receives {len(receives)} times"
                 raise ScheduleError(f"deadlock: on channel {channel} {counts}")
-            for sent, (number, rows) in zip(sends, receives, strict=True):
-                operation = self.graph.operations[number]
-                received = [row for row in rows if row.src < 0]
-                if len(received) != len(sent.places):
-                    what = f"receives {len(received)} chunks, but {self.graph.operations[sent.number].name} sends"
-                    raise ScheduleError(f"{operation.name} {what} {len(sent.places)}")
-                operation.rows += [row for row in rows if row.src >= 0]
-                for (rank, chunk), row in zip(sent.places, received, strict=True):
-                    operation.rows.append(row._replace(src=rank, chunk=chunk, sent_by=sent.number))
-                self.graph.order(sent.number, number)
-            for later, (number, _) in zip(sends[slots:], receives, strict=False):
-                self.graph.wait(number, later.number)  # the connection is full
+            for sent, received in zip(sends, receives, strict=True):
+                if len(received) != len(sent):
+                    names = [self.graph.operations[each].name for each in (received[0][0], sent[0][0])]
+                    raise ScheduleError(f"{names[0]} receives {len(received)} chunks, but {names[1]} sends {len(sent)}")
+            chunks = [each for step in sends for each in step]
+            arrivals = [each for step in receives for each in step]
+            for (sender, (rank, chunk)), (number, rows) in zip(chunks, arrivals, strict=True):
+                self.graph.operations[number].rows += [
+                    row if row.src >= 0 else row._replace(src=rank, chunk=chunk, sent_by=sender) for row in rows
+                ]
+                self.graph.order(sender, number)
+            for (later, _), (number, _) in zip(chunks[slots:], arrivals, strict=False):
+                self.graph.wait(number, later)  # the connection is full

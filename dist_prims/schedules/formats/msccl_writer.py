@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..steps import ScheduleData
@@ -16,6 +16,7 @@ from .buffers import COLLECTIVES, places
 
 __all__: list[str] = []
 
+_SLOTS = 2  # the chunks of Simple that a connection holds
 Block = tuple[int, int]  # the peer that it sends to and the peer that it receives from, -1 for none
 Step = tuple[Block, int]
 Transfer = tuple[int, int, int, int, bool]
@@ -75,7 +76,7 @@ class _Writer:
         arrivals: dict[int, list[Transfer]] = defaultdict(list)
         for row in rows:
             arrivals[row[1]].append(row)
-        merged = {dst: merged_transfers(into) for dst, into in arrivals.items()}
+        merged = {dst: merged_transfers(into, self.places, _SLOTS) for dst, into in arrivals.items()}
         for transfers in merged.values():
             for (src, dst, chunk, into, _), count in transfers:
                 if src != dst:
@@ -135,13 +136,17 @@ class _Writer:
         element.set("hasdep", str(int(operation.has_dependents)))
 
 
-def merged_transfers(rows: Sequence[Transfer]) -> list[tuple[Transfer, int]]:
-    """The transfers to one rank, with neighbours that continue each other as one, and the chunks of each."""
+def merged_transfers(
+    rows: Sequence[Transfer], places: Mapping[int, tuple[str, int]], most: int
+) -> list[tuple[Transfer, int]]:
+    """The transfers to one rank, with neighbours in the buffers as one of ``most`` chunks at most, and their chunks."""
     merged: list[tuple[Transfer, int]] = []
     for row in rows:
         if merged:
             (src, dst, chunk, into, reduce), count = merged[-1]
-            if row == (src, dst, chunk + count, into + count, reduce):
+            following = [(name, index + count) for name, index in (places[chunk], places[into])]
+            is_next = (src, dst, reduce) == (*row[:2], row[4]) and following == [places[each] for each in row[2:4]]
+            if is_next and count < most:
                 merged[-1] = merged[-1][0], count + 1
                 continue
         merged.append((row, 1))

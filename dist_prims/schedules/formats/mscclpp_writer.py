@@ -82,7 +82,7 @@ class _Writer:
     def _writes(self, rows: Sequence[Transfer], before: dict[int, list[dict[str, Any]]]) -> list[dict[str, Any]]:
         """The operations of a rank after its waits. Appends to ``before`` what brings the operands to its scratch."""
         operands: dict[int, list[Place]] = {}
-        for (src, dst, chunk, into, reduce), count in merged_transfers(rows):
+        for (src, dst, chunk, into, reduce), count in merged_transfers(rows, self.places, self.schedule.contract.total):
             slot = self.scratch + self.ranks[dst].slots
             self.ranks[dst].slots += count
             source, target = _buffer([self.places[chunk]], count), _buffer([("s", slot)], count)
