@@ -88,7 +88,7 @@ def read_schedule(path: str | Path) -> ScheduleData:
         schedule = _schedule(fields)
     except ScheduleError:
         raise
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter for lists in lists in lists
         raise ValueError(f"{path}: {error}") from error
     verify(schedule)
     return schedule

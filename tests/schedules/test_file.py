@@ -55,6 +55,12 @@ def test_a_file_that_is_wrong_is_refused(case: str, tmp_path: Path) -> None:
         Schedule.load(path)
 
 
+def test_a_file_of_lists_in_lists_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text("[" * 1_000_000)
+    with pytest.raises(ValueError, match="maximum recursion depth exceeded"):
+        Schedule.load(tmp_path / "deep.json")
+
+
 def test_a_file_without_a_field_or_of_another_kind_is_refused(tmp_path: Path) -> None:
     path = build("all_reduce", "ring", 3).save(tmp_path / "ring.json")
     fields = json.loads(path.read_text())

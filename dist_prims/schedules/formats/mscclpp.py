@@ -8,7 +8,8 @@ two operations is less than the order of the file:
 - A signal happens before the wait of the same number on the other end of the channel. The k-th channel from one rank
   to another belongs to the k-th one back. A relaxed signal says that its rank has begun, and nothing of what it did.
 - A port channel has a proxy that puts and signals later, in order. ``flush`` waits for it.
-- Packets carry flags: reading one waits for its writer, which may be the only one of a plan.
+- Packets carry flags: reading one waits for its writer, which may be the only one of a plan. The next call of its rank
+  writes there again, unless the calls use two scratch buffers in turn.
 - The buffers of a rank may be accessed after its start and before its end only: its memory is then used by others.
 """
 
@@ -204,12 +205,12 @@ class _Block:
             self.reader.packet_readers += [(numbers[0], places[at]) for places in read for at in part]
             for place in (places[at] for places in written for at in part):
                 if place in self.reader.packet_writers:
-                    other = self.graph.operations[self.reader.packet_writers[place]].name
+                    other = self.graph.operations[self.reader.packet_writers[place][0]].name
                     raise ScheduleError(
                         f"race: {other} and {name} write packets to {self.graph.buffers.name(*place)} of "
                         f"rank {place[0]}, and a reader cannot tell which it has read"
                     )
-                self.reader.packet_writers[place] = numbers[-1]
+                self.reader.packet_writers[place] = numbers[-1], self.rank
             last += numbers
         self.since += last
         self.last = last
@@ -256,5 +257,5 @@ def read_mscclpp(plan: dict[str, Any]) -> tuple[str, OperationGraph]:
             if field(block, "id", int) != number:
                 raise ValueError(f"rank {rank}: thread block {block['id']} is number {number} of the list")
             _Block(reader, rank, number, block).read()
-    reader.connect()
+    reader.connect(plan)
     return field(plan, "name", str), graph

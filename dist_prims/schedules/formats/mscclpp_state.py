@@ -54,7 +54,9 @@ class PlanState:
         self.waits: dict[Any, list[tuple[int, bool]]] = defaultdict(list)
         self.proxies: dict[Any, int] = {}  # the last operation of the proxy of a port channel
         self.barriers: dict[tuple[int, int, int], tuple[int, list[int]]] = {}
-        self.packet_writers: dict[Place, int] = {}
+        for start, end in zip(self.start, self.end, strict=True):  # also of a rank without thread blocks
+            graph.order(start, end)
+        self.packet_writers: dict[Place, tuple[int, int]] = {}  # (operation, its rank)
         self.packet_readers: list[tuple[int, Place]] = []
         self.plain_scratch: set[Place] = set()
         self.reductions: set[str] = set()
@@ -68,7 +70,7 @@ class PlanState:
             raise ValueError(f"{kind} channel {index} is connected to {peer}, which is not another rank")
         return rank, peer, peers[:index].count(peer)
 
-    def connect(self) -> None:
+    def connect(self, plan: dict[str, Any]) -> None:
         """Order waits after signals and packet readers after writers, and check starts and ends."""
         graph = self.graph
         for key in sorted({*self.signals, *self.waits}, key=str):
@@ -77,11 +79,13 @@ class PlanState:
             if (writer := self.packet_writers.get(place)) is None:
                 what = f"{graph.operations[number].name} waits for packets in {graph.buffers.name(*place)}"
                 raise ScheduleError(f"deadlock: {what} of rank {place[0]}, which no operation writes")
-            graph.order(writer, number)
+            graph.order(writer[0], number)
         for number, counts in self.barriers.values():
             if set(counts) != {len(counts)}:
                 blocks = f"{len(counts)} thread blocks reach {graph.operations[number].name}"
                 raise ScheduleError(f"deadlock: {blocks}, but num_threadblocks is {counts}")
+        if self.packet_writers and field(plan, "protocol", str) != "LL":
+            raise ValueError(f"protocol={plan['protocol']!r}: a plan with packets must have the protocol LL")
         packets = {*self.packet_writers, *(place for _, place in self.packet_readers)}
         if mixed := {rank for rank, _ in packets} & {rank for rank, _ in self.plain_scratch}:
             raise ValueError(f"the scratch of rank {min(mixed)} is accessed with packets and without, which overlap")
@@ -93,11 +97,22 @@ class PlanState:
             graph.operations[self.start[rank]].writes += places
             graph.operations[self.end[rank]].writes += places
         happened = graph.happens_before()
+        if self.packet_writers and not field(plan, "use_double_scratch_buffer", bool):
+            self._check_packets_of_next_call(happened)
         for ends in (*self.signals.values(), *self.waits.values()):
             for (first, _), (second, _) in pairwise(ends):
                 if not happened[second] >> first & 1:
                     names = f"{graph.operations[first].name} and {graph.operations[second].name}"
                     raise ScheduleError(f"race: {names} use one channel, and either may come first: {REMEDY}")
+
+    def _check_packets_of_next_call(self, happened: Sequence[int]) -> None:
+        """Without a second scratch buffer, the next call of a rank overwrites the packets that it has written."""
+        for number, place in self.packet_readers:
+            rank = self.packet_writers[place][1]
+            if not happened[self.end[rank]] >> number & 1:
+                what = f"{self.graph.operations[number].name} reads {self.graph.buffers.name(*place)}"
+                when = f"may do so after the end of rank {rank}, which then overwrites it in the next call"
+                raise ScheduleError(f"race: {what}, and {when}: set use_double_scratch_buffer")
 
     def _match(self, key: Any) -> None:
         signals, waits = self.signals[key], self.waits[key]
@@ -109,7 +124,10 @@ class PlanState:
         names = [[self.graph.operations[number].name for number, _ in each] for each in (signals, waits)]
         if len(waits) > len(signals) + free:
             raise ScheduleError(f"deadlock: {names[1][len(signals) + free]} waits for a signal that no operation sends")
-        if len(waits) < len(signals) and key[0] != "semaphore":
+        if len(waits) > len(signals):
+            what = f"takes a part of init_value={free}, as {len(waits)} acquires have {len(signals)} releases"
+            raise ScheduleError(f"{names[1][len(signals)]} {what}, so the next call would wait for one in vain")
+        if len(waits) < len(signals):
             what = "has no wait, so the next call would take it for its own"
             raise ScheduleError(f"the signal of {names[0][len(waits)]} {what}")
         for (signal, relaxed), (wait, also) in zip(signals, waits[free:], strict=False):
