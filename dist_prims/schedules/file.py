@@ -46,10 +46,15 @@ FORMATS: dict[str, Callable[[ScheduleData], str]] = {"msccl": write_msccl, "mscc
 
 
 def write_schedule(schedule: ScheduleData, path: str | Path, format: str | None = None) -> Path:
-    """Write a schedule in one of :data:`FORMATS`, by default as JSON of this library, and return the path."""
+    """Write a schedule as JSON of this library, or in one of :data:`FORMATS`, which is proved; return the path."""
     if format not in (None, *FORMATS):
         raise ValueError(f"format={format!r}: it must be None or one of {', '.join(FORMATS)}")
     text = _text(schedule) if format is None else FORMATS[format](schedule)
+    if format is not None:
+        try:
+            _read(text)
+        except ValueError as error:
+            raise ValueError(f"the schedule is not written as {format}, whose reader refuses it: {error}") from error
     Path(path).write_text(text, encoding="utf-8")
     return Path(path)
 
@@ -77,19 +82,22 @@ def read_schedule(path: str | Path) -> ScheduleData:
     ScheduleError for a wrong schedule; ValueError if the file does not contain one.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        if text.lstrip().startswith("<"):
-            name, operations = read_msccl(text)
-            return operations.prove(name)
-        fields = json.loads(text)
-        if isinstance(fields, dict) and "gpus" in fields:
-            name, operations = read_mscclpp(fields)
-            return operations.prove(name)
-        schedule = _schedule(fields)
+        return _read(Path(path).read_text(encoding="utf-8"))
     except ScheduleError:
         raise
     except (ValueError, RecursionError) as error:  # the latter for lists in lists in lists
         raise ValueError(f"{path}: {error}") from error
+
+
+def _read(text: str) -> ScheduleData:
+    if text.lstrip().startswith("<"):
+        name, operations = read_msccl(text)
+        return operations.prove(name)
+    fields = json.loads(text)
+    if isinstance(fields, dict) and "gpus" in fields:
+        name, operations = read_mscclpp(fields)
+        return operations.prove(name)
+    schedule = _schedule(fields)
     verify(schedule)
     return schedule
 

@@ -116,7 +116,7 @@ class Schedule(ScheduleData):
         """Write the steps and the contract to a JSON file, and return its path.
 
         ``format``: ``"msccl"`` writes an MSCCL algorithm as XML instead, ``"mscclpp"`` an execution plan of MSCCL++ as
-        JSON; ValueError for a collective that they lack.
+        JSON; ValueError for a collective that they lack, and for a file that :meth:`load` would refuse.
         """
         return write_schedule(self, path, format)
 

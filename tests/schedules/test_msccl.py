@@ -374,6 +374,13 @@ def test_a_send_of_several_chunks_fills_as_many_slots(tmp_path: Path) -> None:
     assert machine_agrees(simple, error, random.Random(0))
 
 
+def test_an_exchange_in_opposite_orders_is_not_exported(tmp_path: Path) -> None:
+    """What is received first overwrites what is sent last, so both ranks would wait for a slot."""
+    with pytest.raises(ValueError, match="not written as msccl, whose reader refuses it: deadlock: rank 0"):
+        exchange(8, -1).save(tmp_path / "one.xml", "msccl")
+    assert not (tmp_path / "one.xml").exists()
+
+
 def test_a_merged_run_stays_in_one_buffer(tmp_path: Path) -> None:
     """Chunk numbers go on from i to o; a run of them was written as one step, and o[4] did not exist."""
     schedule = synthesize(Graph.ring(4), "all_to_all", 1e6, chunks=1).found.schedule

@@ -548,6 +548,23 @@ def test_an_exported_schedule_is_read_again(collective: str, tmp_path: Path) -> 
             assert max(len(block["ops"]) for gpu in plan["gpus"] for block in gpu["threadblocks"]) <= 64
 
 
+LIMITS: dict[str, tuple[str, str, int]] = {
+    "11 source buffers of an operation, and an executor of MSCCL++ holds 10": ("all_reduce", "direct", 11),
+    "17 channels of a thread block, and an executor of MSCCL++ holds 16": ("all_gather", "direct", 18),
+    "17 barriers of a rank, and an executor of MSCCL++ holds 16": ("all_reduce", "ring", 70),
+    "operations of a thread block, and an executor of MSCCL++ holds 64": ("all_to_all", "bruck", 64),
+    "more than 30,000 operations": ("all_reduce", "ring", 50),
+}
+
+
+@pytest.mark.parametrize("message", LIMITS)
+def test_a_schedule_that_an_executor_does_not_hold_is_not_exported(message: str, tmp_path: Path) -> None:
+    """Such plans were written, and some of them were too large for this library to read."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(*LIMITS[message]).save(tmp_path / "one.json", "mscclpp")
+    assert not (tmp_path / "one.json").exists()
+
+
 def wrong(plan: Plan, change: Callable[[Plan], object]) -> Plan:
     changed = copy.deepcopy(plan)
     change(changed)

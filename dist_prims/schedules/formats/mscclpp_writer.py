@@ -3,7 +3,7 @@
 In a step, a rank puts what it sends into scratch of the receivers, signals them, waits for its senders, and then copies
 or adds from scratch. Each transfer has scratch of its own, so nothing is overwritten that a peer still reads. At first
 the ranks signal each other that they have begun. An executor runs 64 operations of a thread block at most, so a long
-plan has several thread blocks, which go on one after the other at a barrier.
+plan has several thread blocks, which go on one after the other at a barrier. Other limits of the executor are checked.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ __all__: list[str] = []
 
 _MOST_OPERATIONS = 64
 _MOST_CHANNELS = 8  # of an operation
+_MOST_SOURCES = 10  # of an operation
+_MOST_PEERS = 16  # of a thread block
+_MOST_BARRIERS = 16  # of a rank
 _NOP = {"name": "nop"}
 Place = tuple[str, int]
 
@@ -42,6 +45,19 @@ class _Rank:
 
     def add(self, *operations: dict[str, Any]) -> None:
         self.blocks[-1] += operations
+
+    def check_limits(self) -> None:
+        """Raise ValueError for what the arrays of the executor do not hold."""
+        sources = [len(operation.get("src_buff", [])) for block in self.blocks for operation in block]
+        for what, count, most in (
+            ("source buffers of an operation", max(sources, default=0), _MOST_SOURCES),
+            ("channels of a thread block", len(self.peers), _MOST_PEERS),
+            ("barriers of a rank", len(self.blocks) - 1, _MOST_BARRIERS),
+            ("operations of a thread block", max(map(len, self.blocks)), _MOST_OPERATIONS),
+        ):
+            if count > most:
+                remedy = "export a schedule with fewer peers or steps"
+                raise ValueError(f"there are {count} {what}, and an executor of MSCCL++ holds {most}; {remedy}")
 
     def control(self, name: str, peers: Sequence[int]) -> list[dict[str, Any]]:
         ids = [self.peers.index(peer) for peer in peers]
@@ -165,8 +181,10 @@ def _runs(writes: Sequence[tuple[Place, list[Place]]]) -> list[tuple[Place, list
 
 
 def write_mscclpp(schedule: ScheduleData) -> str:
-    """The JSON of a schedule; ValueError for a collective that the format does not describe."""
+    """The JSON of a schedule; ValueError for what the format does not describe or its executor does not hold."""
     writer = _Writer(schedule)
     for step in schedule.steps:
         writer.add_step(step.rows())
+    for rank in writer.ranks:
+        rank.check_limits()
     return writer.text()
