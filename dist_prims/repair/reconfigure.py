@@ -33,7 +33,7 @@ import torch.distributed as dist
 from ..backend.create import find_made_group, made_group, make_group
 from ..backend.origin import GroupRequest, Origin, Trait
 from ..backend_name import NAME
-from ..errors import CommError, PeerDiedError
+from ..errors import CommError, CommTimeoutError, PeerDiedError
 from ..rendezvous.deadline import call_in_thread
 from ..rendezvous.group_secret import would_lose_secret
 from ..rendezvous.handshake import warn
@@ -212,7 +212,7 @@ def _make_group(
             "reconfigure again with another uuid"
         ) from None
     except (OSError, RuntimeError) as error:
-        if isinstance(error, CommError):
+        if isinstance(error, CommError) and not isinstance(error, CommTimeoutError):
             raise
         raise CommError(
             f"rank {rank}: reconfigure: the group could not be made within {limit:g} s: {error}; find out which "
