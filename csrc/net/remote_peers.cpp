@@ -320,8 +320,8 @@ void RemotePeers::end() {
     const auto interrupt_in_close = interrupt_of([this] {
         const auto nothing = std::make_shared<std::byte>();
         const auto request = transport_->receive(Transport::kAnyone, tags.unused(), nothing.get(), 1, nothing);
-        for (int attempts = 0; attempts < 20 && !request->wait(1ms); ++attempts) {
-        }
+        int attempts = 20;
+        while (!request->wait(1ms) && --attempts > 0) continue;
     });
     // 3. Only now, when no message uses memory any more, throw what a signal handler has thrown.
     for (const auto& interrupt : {interrupt_in_send, interrupt_in_close}) {

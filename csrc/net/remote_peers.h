@@ -111,7 +111,7 @@ private:
     void throw_if_exhausted(bool now, const Membership::What& what);
     [[noreturn]] void throw_mismatch_of_length(const RemoteRequest& request, const std::string& reason);
     [[noreturn]] void throw_late(const RemoteRequest& request);
-    [[noreturn]] void throw_broken(const RemoteRequest& request, const MessageFailure& broken);
+    [[noreturn]] void throw_broken(const RemoteRequest& request, const MessageFailure& failure);
     [[noreturn]] void throw_failure(const Membership::Notice& notice, const Membership::What& what);
     void receive_notice(std::chrono::milliseconds limit);
     void send_notice();

@@ -31,7 +31,7 @@ public:
                        std::chrono::milliseconds timeout, Transport::Owner owner = nullptr);
     RoutedRequest receive(int from, std::uint64_t number, std::byte* data, std::size_t bytes,
                           std::chrono::milliseconds timeout, Transport::Owner owner = nullptr);
-    // Waits for local requests first: they make progress only while a thread waits, unlike those of the transport.
+    // Waits for local requests first: they make progress only while a thread waits, and remote ones always.
     void wait(const std::vector<RoutedRequest>& requests);
 
     bool spans_hosts() const { return remote_ != nullptr; }

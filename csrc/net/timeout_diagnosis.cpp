@@ -195,7 +195,7 @@ Membership::Notice TimeoutDiagnosis::find_cause(int awaited) const {
     for (; chain.insert(last).second; last = awaits_.at(last)) {
         if (!awaits_.count(last)) return {CommError::Kind::kLost, last};
     }
-    // 3. A circle, of which an edge may be out of date (see announce()): has a rank outside it not replied?
+    // 3. A circle, of which an edge may be out of date (see announce()). Look for a rank outside it without a reply.
     for (const auto& [rank, target] : awaits_) {
         if (!awaits_.count(target)) return {CommError::Kind::kLost, target};
     }

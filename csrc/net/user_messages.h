@@ -38,9 +38,8 @@ public:
         : remote_(remote), p2p_(p2p), membership_(membership) {}
 
     // Args:
-    //     peer: a rank of another host, or any rank if the transport carries messages within a host as well. A receive
-    //     may
-    //         also be from Transport::kAnyone.
+    //     peer: a rank of another host, or any rank if the transport carries messages within a host as well. For a
+    //         receive also Transport::kAnyone.
     //     done: called when the request is over; see PointToPoint::Done.
     Handle send(int peer, int tag, const Memory& memory, Milliseconds timeout, Done done);
     Handle receive(int peer, int tag, const Memory& memory, Milliseconds timeout, Done done);

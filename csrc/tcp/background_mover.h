@@ -1,5 +1,4 @@
-// The thread of a transport (TCP or UCX), which moves the messages of its data lane while no other thread waits for
-// one.
+// The thread of a transport (TCP or UCX). It moves the messages of the data lane while no other thread waits for one.
 //
 // A thread that waits for a message of a lane moves all messages of the lane. The transport's thread only looks, at
 // intervals that double from kFirstLook to kLastLook, whether a thread has waited since the last look. If none has, or
@@ -59,8 +58,7 @@ public:
     bool moves() const { return moves_; }
     // For the transport's thread: how long it may sleep until its next look, while it does not move messages.
     std::chrono::milliseconds until_look() const { return until_look_; }
-    // For the transport's thread: decides whether it moves the messages from now on. `is_woken`: descriptor() is
-    // readable.
+    // For the transport's thread: decides whether it moves messages from now on. `is_woken`: descriptor() is readable.
     template <typename Lane>
     void look(Lane& lane, bool is_woken) {
         constexpr std::chrono::milliseconds kFirstLook{2}, kLastLook{64};

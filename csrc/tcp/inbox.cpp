@@ -55,7 +55,7 @@ bool Inbox::is_needed(int from) const {
 }
 
 ArrivalPtr Inbox::begin(int from, int tag, std::size_t bytes) {
-    // 1. Where does the message go? A receive for another length fails, and the message is read into a buffer.
+    // 1. Find where the message goes. A receive for another length fails, and the message is read into a buffer.
     ArrivalPtr arrival;
     if (TcpMessagePtr receive = take_receive(from, tag)) {
         arrival = std::make_shared<Arrival>(Arrival{from, tag, bytes, receive->data});

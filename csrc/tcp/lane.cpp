@@ -108,7 +108,7 @@ TcpLane::WaitResult TcpLane::wait(TcpMessage& message, std::chrono::milliseconds
     if (!message.is_outgoing) read_stalled(message.peer);
     Polling::Wait polling(polling_);
     while (!message.is_done) {
-        // 1. Has the wait ended otherwise?
+        // 1. Return if the wait has ended otherwise.
         if (message.has_other_length) throw Transport::LengthError(message.error.text);
         if (!message.error.empty()) throw_failure(message.error);
         if (message.is_aborted) return WaitResult::kAborted;

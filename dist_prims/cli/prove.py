@@ -19,7 +19,7 @@ _PIPELINES = (*range(1, 13),)
 
 
 def add(commands: Any) -> None:
-    prove = commands.add_parser("prove", help="verify every algorithm, or those of a file")
+    prove = commands.add_parser("prove", help="verify every algorithm, or what a file contains")
     prove.add_argument(
         "file", nargs="?", metavar="FILE", help="FILE.py registers algorithms; FILE.json and FILE.xml are schedules"
     )

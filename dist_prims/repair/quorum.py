@@ -13,7 +13,7 @@ know nothing about Paxos. A rank that proposes a value numbers its attempts by *
 
 Ranks that reach no majority, as on the smaller side of a network that is cut in two, raise: so no second group forms.
 
-Like those of :mod:`.survivors`, the steps are generators, of which the tests explore all interleavings.
+The steps are generators, as in :mod:`.survivors`, so the tests explore all their interleavings.
 """
 
 from __future__ import annotations

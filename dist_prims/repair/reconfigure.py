@@ -178,7 +178,7 @@ def _make_group(
     """Make the group. Return its backend, a store of its members, and the number of groups that each member has made.
 
     The group is made on a thread of its own, which is left behind if no answer comes because the process of the store
-    is stopped. The parameters are those of :func:`reconfigured_backend`; ``rank`` is the new rank of this process.
+    is stopped. The parameters: see :func:`reconfigured_backend`; ``rank`` is the new rank of this process.
     """
     size, limit = len(members), timeout.total_seconds()
     deadline = time.monotonic() + limit

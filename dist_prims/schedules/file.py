@@ -42,14 +42,14 @@ _KINDS: dict[str, Any] = {
 }
 
 
-FORMATS: dict[str, Callable[[ScheduleData], str]] = {"msccl": write_msccl, "mscclpp": write_mscclpp}
+_FORMATS: dict[str, Callable[[ScheduleData], str]] = {"msccl": write_msccl, "mscclpp": write_mscclpp}
 
 
 def write_schedule(schedule: ScheduleData, path: str | Path, format: str | None = None) -> Path:
-    """Write a schedule as JSON of this library, or in one of :data:`FORMATS`, which is proved; return the path."""
-    if format not in (None, *FORMATS):
-        raise ValueError(f"format={format!r}: it must be None or one of {', '.join(FORMATS)}")
-    text = _text(schedule) if format is None else FORMATS[format](schedule)
+    """Write a schedule as JSON of this library, or in another format, which is then proved; return the path."""
+    if format not in (None, *_FORMATS):
+        raise ValueError(f"format={format!r}: it must be None or one of {', '.join(_FORMATS)}")
+    text = _text(schedule) if format is None else _FORMATS[format](schedule)
     if format is not None:
         try:
             _read(text)

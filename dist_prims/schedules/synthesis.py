@@ -103,7 +103,7 @@ def synthesize(
       64 for a broadcast, else 16, or fewer for many ranks.
     - ``root``: of a broadcast.
     - ``seed``: the same seed finds the same schedule, if the time suffices.
-    - ``seconds``: the search then ends with the best schedule so far; by default 120.
+    - ``seconds``: the search then ends with the best schedule so far, but not before the first; by default 120.
     - ``progress``: called with the seconds so far and each schedule that is found.
 
     >>> from dist_prims.schedules import Graph, synthesize

@@ -5,8 +5,11 @@ A value is the index of a piece of the data with the ranks whose contributions i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
+from typing import Any, TypeVar
 
 from dist_prims.schedules import Schedule, ScheduleError
 
@@ -73,6 +76,21 @@ def verdict(text: str, path: Path) -> str:
     except ValueError as error:
         return str(error) if isinstance(error, ScheduleError) else f"refused: {error}"
     return ""
+
+
+T = TypeVar("T", str, dict[str, Any])
+
+
+def check_mutants(
+    original: T, mutate: Callable[[T, Random], T], agrees: Callable[[T, str, Random], bool], chance: Random, path: Path
+) -> None:
+    """The machine agrees with the verdicts on 125 files with one mistake each, of which some are refused."""
+    verdicts = []
+    for _ in range(125):
+        changed = mutate(original, chance)
+        verdicts.append(verdict(changed if isinstance(changed, str) else json.dumps(changed), path))
+        assert agrees(changed, verdicts[-1], chance), (verdicts[-1], changed)
+    assert any(verdicts), "no mistake was refused"
 
 
 def last(late: str) -> Callable[[list[str]], str]:

@@ -127,7 +127,7 @@ void PrimsBackend::shutdown() {
         execution_->wake();
     });
     // Inside of a signal handler: the interrupted call ends too late to send the notice to other hosts.
-    if (!is_over) execution_->forward_leave();
+    if (!is_over) execution_->end_on_all_hosts();
     // 3. End the messages, and the waits outside of the queue.
     host_segment_->p2p.close(reason);
     host_segment_->membership.stop();

@@ -67,7 +67,7 @@ public:
     void shutdown() override;
     void abort() override { shutdown(); }
     // Ends the group on all hosts: the calls and messages of other hosts raise at once, those in flight included.
-    void end_on_all_hosts() { execution_->forward_leave(); }
+    void end_on_all_hosts() { execution_->end_on_all_hosts(); }
     bool spans_hosts() const { return execution_->spans_hosts(); }
     // The ranks of this host whose processes have ended.
     std::vector<int> ended() const { return host_segment_->membership.ended(); }

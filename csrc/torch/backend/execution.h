@@ -104,8 +104,8 @@ public:
     virtual void wake() {}
     // If a notice says that the group has ended, sends it to the other hosts: they do not see the memory of this host.
     virtual void forward_notice() {}
-    // Sends the other hosts the notice that this rank leaves.
-    virtual void forward_leave() {}
+    // Ends the group on all hosts, by the notice that this rank leaves.
+    virtual void end_on_all_hosts() {}
     // See RemotePeers.
     virtual std::vector<std::pair<int, int>> cut_links() { return {}; }
     // This rank leaves the group outside of a call. Other hosts must not take the end of its connections for a death.

@@ -83,7 +83,7 @@ public:
     void forward_notice() override {
         if (host_segment_->membership.notice()) group_.remote.end();
     }
-    void forward_leave() override {
+    void end_on_all_hosts() override {
         host_segment_->membership.give_notice({CommError::Kind::kPeerLeft, rank_});
         group_.remote.end();
     }

@@ -113,6 +113,13 @@ class NamedBuffers:
         return ScheduleData(self.collective, name, self.size, self.chunks, own, steps)
 
 
+def named_lengths(schedule: ScheduleData) -> tuple[str, int, int]:
+    """What both formats call the collective of a schedule, and the chunks of the buffers i and o of a rank."""
+    name = next(name for name, collective in COLLECTIVES.items() if collective == schedule.collective)
+    lengths = NamedBuffers(schedule.collective, schedule.size, schedule.chunks, True, [0]).lengths
+    return name, lengths["i"], lengths["o"]
+
+
 def places(schedule: ScheduleData) -> dict[int, tuple[str, int]]:
     """The buffer and index of each chunk number of a schedule: in place, except in an all_to_all."""
     if schedule.collective not in COLLECTIVES.values():

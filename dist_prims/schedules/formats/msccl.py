@@ -94,6 +94,20 @@ def _flags(block: ElementTree.Element) -> list[bool]:
     return [_int(step, "hasdep") != 0 and _text(step, "type") != "nop" for step in block.findall("step")]
 
 
+def _awaited_step(element: ElementTree.Element, flags: Sequence[bool], name: str) -> int:
+    """The step whose flag ends the wait of a step: the first one from ``deps`` on, of another block's ``flags``."""
+    other, first = _int(element, "depid"), _int(element, "deps")
+    if first < 0:
+        raise ValueError(f"{name}: depid={other}, but deps={first} is not a step")
+    awaited = next((step for step in range(first, len(flags)) if flags[step]), None)
+    if awaited is None:
+        raise ScheduleError(
+            f"deadlock: {name} waits for step {first} of thread block {other}, but no step of it from {first} on has "
+            "hasdep=1, so nothing announces that it is done"
+        )
+    return awaited
+
+
 def _check_fusion(before: ElementTree.Element | None, element: ElementTree.Element) -> None:
     """Refuse a sum that a runtime would do with the sum before it, and with the count of one of them for both."""
     if before is None or {_text(before, "type"), _text(element, "type")} != {"re"}:
@@ -133,19 +147,10 @@ class _Reader:
         numbers = {at: self._read_block(rank, at, blocks[at]) for at in blocks}
         flags = {at: _flags(block) for at, block in blocks.items()}
         for at, block in blocks.items():
-            for step, element in enumerate(block.findall("step")):
+            for element, operations in zip(block.findall("step"), numbers[at], strict=True):
                 if (other := _int(element, "depid")) >= 0:
-                    name = self.graph.operations[numbers[at][step][0]].name
-                    if (first := _int(element, "deps")) < 0:
-                        raise ValueError(f"{name}: depid={other}, but deps={first} is not a step")
-                    announcing = flags.get(other, [])
-                    flagged = next((each for each in range(first, len(announcing)) if announcing[each]), None)
-                    if flagged is None:
-                        raise ScheduleError(
-                            f"deadlock: {name} waits for step {first} of thread block {other}, but no step of it from "
-                            f"{first} on has hasdep=1, so nothing announces that it is done"
-                        )
-                    self.graph.order(numbers[other][flagged][-1], numbers[at][step][0])
+                    step = _awaited_step(element, flags.get(other, []), self.graph.operations[operations[0]].name)
+                    self.graph.order(numbers[other][step][-1], operations[0])
 
     def _read_block(self, rank: int, at: int, block: ElementTree.Element) -> list[list[int]]:
         """The numbers of the operations of each step of a thread block."""

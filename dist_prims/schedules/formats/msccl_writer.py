@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..steps import ScheduleData
-from .buffers import COLLECTIVES, places
+from .buffers import named_lengths, places
 
 __all__: list[str] = []
 
@@ -104,17 +104,16 @@ class _Writer:
 
     def text(self) -> str:
         schedule = self.schedule
-        name = next(name for name, collective in COLLECTIVES.items() if collective == schedule.collective)
-        block, whole = schedule.chunks // schedule.size, schedule.chunks
+        name, inputs, outputs = named_lengths(schedule)
         root = ElementTree.Element("algo", name=schedule.algorithm, proto="Simple", nchannels="1")
-        root.set("nchunksperloop", str(whole))
+        root.set("nchunksperloop", str(schedule.chunks))
         root.set("ngpus", str(schedule.size))
         root.set("coll", "reduce_scatter" if name == "reducescatter" else name)
         root.set("inplace", str(int(schedule.collective != "all_to_all")))
         for rank, blocks in enumerate(each.blocks for each in self.ranks):
             gpu = ElementTree.SubElement(root, "gpu", id=str(rank))
-            gpu.set("i_chunks", str(block if name == "allgather" else whole))
-            gpu.set("o_chunks", str(block if name == "reducescatter" else whole))
+            gpu.set("i_chunks", str(inputs))
+            gpu.set("o_chunks", str(outputs))
             gpu.set("s_chunks", str(self.scratch + self.values - schedule.data_chunks))
             numbers = {key: number for number, key in enumerate(sorted(blocks))}
             for (send, receive), number in numbers.items():

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..steps import ScheduleData
-from .buffers import COLLECTIVES, places
+from .buffers import named_lengths, places
 from .msccl_writer import Transfer, merged_transfers
 
 __all__: list[str] = []
@@ -119,14 +119,13 @@ class _Writer:
 
     def text(self) -> str:
         schedule = self.schedule
-        name = next(name for name, collective in COLLECTIVES.items() if collective == schedule.collective)
-        block, whole = schedule.chunks // schedule.size, schedule.chunks
+        name, inputs, outputs = named_lengths(schedule)
         scratch = self.scratch + max(rank.slots for rank in self.ranks)
         gpus = [
             {
                 "id": number,
-                "input_chunks": block if name == "allgather" else whole,
-                "output_chunks": block if name == "reducescatter" else whole,
+                "input_chunks": inputs,
+                "output_chunks": outputs,
                 "scratch_chunks": scratch,
                 "threadblocks": [_block(at, ops, rank.peers) for at, ops in enumerate(rank.blocks)],
                 "channels": [{"channel_type": "memory", "connected_to": rank.peers}],
