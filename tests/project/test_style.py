@@ -24,7 +24,8 @@ PACKAGE = ROOT / "dist_prims"
 CHECKS = ["ruff-lint", "ruff-format", "types", "clang-format-csrc", "shell-syntax"]
 SLOW = {"types"}  # mypy takes longer than any other test of the default tier
 EVERY = (module.name for module in pkgutil.walk_packages(dist_prims.__path__, "dist_prims."))
-MODULES = sorted(name for name in EVERY if not name.startswith("dist_prims._mpi_"))  # they need an MPI that is loaded
+NEED_MORE = ("dist_prims._mpi_", "dist_prims.integrations.")  # an MPI that is loaded, or a framework
+MODULES = sorted(name for name in EVERY if not name.startswith(NEED_MORE))
 
 # The layers of the package, from the lowest: what a module or folder of dist_prims may import from those above it here.
 LAYERS: dict[str, set[str]] = {
@@ -51,6 +52,7 @@ LAYERS: dict[str, set[str]] = {
     "repair": {"agreement", "backend", "backend_name", "collectives", "errors", "rendezvous", "torch_compat"},
     "stand_in": {"backend_name", "torch_compat"},
     "autoload": {"backend", "backend_name", "rendezvous", "repair", "stand_in", "torch_compat"},
+    "integrations": {"backend", "backend_name", "repair", "torch_compat"},
     "launch": {"agreement", "autoload", "processes", "rendezvous", "threads", "tracing"},
     "training": {"agreement", "backend", "collectives", "errors", "schedules", "torch_compat", "tracing"},
     "models": {"parallel", "torch_compat", "training"},

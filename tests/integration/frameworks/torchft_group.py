@@ -8,7 +8,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torchft.process_group import ProcessGroupGloo
-from torchft_prims import ProcessGroupPrims
+
+from dist_prims.integrations.torchft import ProcessGroupPrims
 
 TIMEOUT = timedelta(seconds=20)
 

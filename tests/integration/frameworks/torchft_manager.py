@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torchft.coordination import LighthouseServer
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo
-from torchft_prims import ProcessGroupPrims
+
+from dist_prims.integrations.torchft import ProcessGroupPrims
 
 TIMEOUT = timedelta(seconds=30)
 STEPS, DIES_AT, DIES = 8, 3, 2
