@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import backend_of, children, spawn
+from torch.distributed.distributed_c10d import AllgatherOptions
 from values import COMPLEX, FLOAT8, FLOATS, INTEGERS, bits, equal, every_collective, held, noise
 
 import dist_prims
@@ -141,6 +142,21 @@ def test_async_work_sub_groups_and_point_to_point() -> None:
         dist.barrier()
 
     spawn(body, 4)
+
+
+def test_the_future_of_a_coalesced_all_gather_holds_the_outputs_of_each_rank() -> None:
+    """The future once held the inputs. gloo's holds a list for each rank."""
+
+    def body() -> None:
+        rank, options = dist.get_rank(), AllgatherOptions()
+        for options.asyncOp in (True, False):
+            outputs = [[torch.zeros(2), torch.zeros(1)] for _ in range(2)]
+            inputs = [torch.full((2,), rank + 1.0), torch.full((1,), rank + 10.0)]
+            future = dist.group.WORLD.allgather_coalesced(outputs, inputs, options).get_future()
+            gathered = [[tensor.tolist() for tensor in of_rank] for of_rank in future.wait()]
+            assert gathered == [[[1.0, 1.0], [10.0]], [[2.0, 2.0], [11.0]]]
+
+    spawn(body, 2)
 
 
 def ones(count: int = 5) -> torch.Tensor:

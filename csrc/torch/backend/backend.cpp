@@ -178,10 +178,11 @@ WorkPtr PrimsBackend::run_or_enqueue(std::vector<CollectiveCall> calls, const Ca
             at::detail::record_function_with_scope(*range, options.title, inputs);
         }
         run_calls(calls, options.timeout, entry);
-        return c10::make_intrusive<DoneWork>(rank_, options.type, std::move(outputs), sequence);
+        return c10::make_intrusive<DoneWork>(rank_, options.type, std::move(outputs), sequence, options.output_lists);
     }
     // 3. Any other call becomes a job of the queue, which another thread may run.
-    auto work = c10::make_intrusive<PrimsWork>(rank_, options.type, options.title, std::move(outputs), sequence);
+    auto work = c10::make_intrusive<PrimsWork>(rank_, options.type, options.title, std::move(outputs), sequence,
+                                               options.output_lists);
     const auto job = std::make_shared<Queue::Job>();
     job->title = options.title;
     job->done = work->completion();

@@ -43,6 +43,7 @@ struct CallOptions {
     const char* title;  // the name of the call in errors, profiles and the flight recorder
     Milliseconds timeout;
     bool async;
+    std::size_t output_lists = 1;  // the number of lists in the future of the call: its outputs are cut into these
 };
 
 class PrimsBackend : public c10d::Backend {

@@ -181,8 +181,12 @@ WorkPtr PrimsBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors
         for (const auto& outputs_of_rank : outputs) outputs_of_input.push_back(outputs_of_rank.at(index));
         calls.push_back(builder().all_gather(inputs[index], outputs_of_input));
     }
-    return submit(std::move(calls), call_options(Collective::kAllGather, opts, c10d::OpType::ALLGATHER_COALESCED),
-                  inputs);
+    CallOptions options = call_options(Collective::kAllGather, opts, c10d::OpType::ALLGATHER_COALESCED);
+    options.output_lists = outputs.size();
+    Tensors outputs_of_all;  // rank by rank
+    for (const auto& outputs_of_rank : outputs)
+        outputs_of_all.insert(outputs_of_all.end(), outputs_of_rank.begin(), outputs_of_rank.begin() + inputs.size());
+    return submit(std::move(calls), options, std::move(outputs_of_all));
 }
 
 WorkPtr PrimsBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,

@@ -16,11 +16,24 @@ std::string message_of(const std::exception_ptr& error) {
     }
 }
 
+c10::intrusive_ptr<c10::ivalue::Future> new_future(std::size_t lists) {
+    const c10::TypePtr list = c10::ListType::create(c10::TensorType::get());
+    return c10::make_intrusive<c10::ivalue::Future>(lists == 1 ? list : c10::ListType::create(list));
+}
+
+c10::IValue future_value(const std::vector<at::Tensor>& outputs, std::size_t lists) {
+    if (lists == 1) return outputs;
+    std::vector<std::vector<at::Tensor>> values(lists);
+    for (std::size_t index = 0; index < outputs.size(); ++index)
+        values[index / (outputs.size() / lists)].push_back(outputs[index]);
+    return values;
+}
+
 }  // namespace
 
 PrimsWork::PrimsWork(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> outputs,
-                     std::uint64_t sequence)
-    : Work(rank, type, title, outputs), outputs_(std::move(outputs)), sequence_(sequence) {}
+                     std::uint64_t sequence, std::size_t lists)
+    : Work(rank, type, title, outputs), outputs_(std::move(outputs)), sequence_(sequence), lists_(lists) {}
 
 PrimsWork::Completion PrimsWork::completion() {
     return [self = c10::intrusive_ptr<PrimsWork>::reclaim_copy(this)](std::exception_ptr error) {
@@ -34,10 +47,9 @@ void PrimsWork::set_waiter(Waiter waiter) {
 }
 
 std::function<void()> PrimsWork::complete(std::exception_ptr error) {
-    finish(error);  // of c10d::Work: exception() returns the error from now on
-    Waiter waiter;  // destroyed without the lock: it may hold this object
-    c10::intrusive_ptr<c10::ivalue::Future>
-        future;  // of a user that has asked for it; null: getFuture() will settle it
+    finish(error);                                   // of c10d::Work: exception() returns the error from now on
+    Waiter waiter;                                   // destroyed without the lock: it may hold this object
+    c10::intrusive_ptr<c10::ivalue::Future> future;  // null if getFuture() has not been called: it settles its own
     {
         const std::lock_guard lock(guard_);
         waiter.swap(waiter_);
@@ -57,7 +69,7 @@ void PrimsWork::settle_future(c10::ivalue::Future& future) const {
     if (error_)
         future.setError(error_);
     else
-        future.markCompleted(c10::IValue(outputs_));
+        future.markCompleted(future_value(outputs_, lists_));
 }
 
 bool PrimsWork::wait(std::chrono::milliseconds timeout) {
@@ -81,7 +93,7 @@ c10::intrusive_ptr<c10::ivalue::Future> PrimsWork::getFuture() {
     {
         const std::lock_guard lock(guard_);
         if (future_) return future_;
-        future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+        future_ = new_future(lists_);
         done = done_;
     }
     if (done) settle_future(*future_);
@@ -89,8 +101,8 @@ c10::intrusive_ptr<c10::ivalue::Future> PrimsWork::getFuture() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> DoneWork::getFuture() {
-    auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    future->markCompleted(c10::IValue(outputs_));
+    auto future = new_future(lists_);
+    future->markCompleted(future_value(outputs_, lists_));
     return future;
 }
 

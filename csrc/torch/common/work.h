@@ -24,8 +24,10 @@ public:
     // work. The callback runs code of the user, so it must be called without a lock.
     using Completion = std::function<std::function<void()>(std::exception_ptr)>;
 
-    // `title` names the call in profiles. `sequence` is the number of the call in its group.
-    PrimsWork(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> outputs, std::uint64_t sequence);
+    // `title` names the call in profiles. `sequence` is the number of the call in its group. The value of the
+    // future is the outputs as one list, or cut into `lists` lists of equal length.
+    PrimsWork(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> outputs, std::uint64_t sequence,
+              std::size_t lists = 1);
 
     // The function to call once when the work is done. It keeps this object.
     Completion completion();
@@ -47,6 +49,7 @@ private:
 
     const std::vector<at::Tensor> outputs_;
     const std::uint64_t sequence_;
+    const std::size_t lists_;
     std::function<int()> source_;
     std::mutex guard_;                                // of all below
     Waiter waiter_;                                   // empty after the completion
@@ -58,8 +61,9 @@ private:
 // The Work of a call that is already done.
 class DoneWork : public c10d::Work {
 public:
-    DoneWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::uint64_t sequence)
-        : Work(rank, type), outputs_(std::move(outputs)), sequence_(sequence) {}
+    DoneWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::uint64_t sequence,
+             std::size_t lists = 1)
+        : Work(rank, type), outputs_(std::move(outputs)), sequence_(sequence), lists_(lists) {}
 
     bool isCompleted() override { return true; }
     bool isSuccess() const override { return true; }
@@ -73,6 +77,7 @@ public:
 private:
     const std::vector<at::Tensor> outputs_;
     const std::uint64_t sequence_;
+    const std::size_t lists_;
 };
 
 // The inference mode of the thread that makes this object, for the part of its call that another thread runs: a tensor
