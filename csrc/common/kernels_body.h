@@ -12,33 +12,44 @@ struct Flag {  // an element of a bool tensor: any byte but 0 is true, whereas a
     std::uint8_t byte;
 };
 
-// float16 to float32, and back with rounding to the nearest even number, without branches. tiny: numbers below the
-// normal range of float16.
+// float16 to float32, and back with rounding to the nearest even number, without branches, as the compiler needs it for
+// vector instructions. From the left, float16 has a sign, 5 bits of exponent and 10 of fraction; float32 has a sign, 8
+// and 23. An exponent e is stored as e + 15 in float16, as e + 127 in float32. A float16 whose exponent field is 0 is
+// subnormal: fraction * 2^-24. `two_w` is the number without its sign, its exponent in the highest bits.
 inline float widen(Half h) {
     const std::uint32_t w = std::uint32_t{h.bits} << 16, sign = w & 0x80000000u, two_w = w + w;
+    // 1. Normal: the exponent field must grow by 127 - 15 = 112. To add 0xE0 = 224 instead, and to multiply by 2^-112,
+    //    makes field 31 (infinity and NaN) the field 255 of float32, which the product keeps.
     const float normal = std::bit_cast<float>((two_w >> 4) + (0xE0u << 23)) * 0x1.0p-112f;
-    const float tiny = std::bit_cast<float>((two_w >> 17) | (126u << 23)) - 0.5f;
-    return std::bit_cast<float>(sign | std::bit_cast<std::uint32_t>(two_w < (1u << 27) ? tiny : normal));
+    // 2. Subnormal: with the exponent field 126 the fraction is 0.5 + fraction * 2^-24.
+    const float subnormal = std::bit_cast<float>((two_w >> 17) | (126u << 23)) - 0.5f;
+    return std::bit_cast<float>(sign | std::bit_cast<std::uint32_t>(two_w < (1u << 27) ? subnormal : normal));
 }
 
 inline Half narrow_half(float f) {
     const std::uint32_t w = std::bit_cast<std::uint32_t>(f), sign = w & 0x80000000u, two_w = w + w;
-    std::uint32_t bias = two_w & 0xFF000000u;
-    bias = bias < 0x71000000u ? 0x71000000u : bias;
+    // 1. E, the exponent of f, but at least -14 (field 113 = 0x71), the exponent of the last bits of a subnormal.
+    std::uint32_t exponent = two_w & 0xFF000000u;
+    exponent = exponent < 0x71000000u ? 0x71000000u : exponent;
+    // 2. 4 |f|. The first product is infinite from |f| = 2^16 on, which is infinite in float16.
     float base = (std::bit_cast<float>(w & 0x7FFFFFFFu) * 0x1.0p+112f) * 0x1.0p-110f;
-    base = std::bit_cast<float>((bias >> 1) + 0x07800000u) + base;
+    // 3. Add 2^(E + 15). The last bit of the sum is 2^(E - 8), so the addition rounds |f| to a multiple of 2^(E - 10),
+    //    as float16 does. The low bits of the sum are that multiple: 1024 + fraction, or fraction if f is subnormal.
+    base = std::bit_cast<float>((exponent >> 1) + (15u << 23)) + base;
     const std::uint32_t bits = std::bit_cast<std::uint32_t>(base);
+    // 4. The exponent field of the sum is E + 15 + 127, its low 5 bits are E + 14. The 1024 of a normal number adds 1.
     const std::uint32_t finite = ((bits >> 13) & 0x7C00u) + (bits & 0xFFFu);
-    return {static_cast<std::uint16_t>((sign >> 16) | (two_w > 0xFF000000u ? 0x7E00u : finite))};
+    return {static_cast<std::uint16_t>((sign >> 16) | (two_w > 0xFF000000u ? 0x7E00u : finite))};  // 0x7E00: NaN
 }
 
+// bfloat16 is the upper half of a float32.
 inline float widen(BFloat16 b) {
     return std::bit_cast<float>(std::uint32_t{b.bits} << 16);
 }
 
 inline BFloat16 narrow_bfloat16(float f) {
     const std::uint32_t w = std::bit_cast<std::uint32_t>(f);
-    const std::uint32_t rounded = (w + 0x7FFFu + ((w >> 16) & 1u)) >> 16;
+    const std::uint32_t rounded = (w + 0x7FFFu + ((w >> 16) & 1u)) >> 16;  // a half goes to the even number
     return {static_cast<std::uint16_t>((w & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded)};
 }
 
@@ -83,7 +94,7 @@ T rounded(T product) {
 #endif
 }
 
-// The operations. kWraps: integers are computed as unsigned integers, because signed integers must not overflow.
+// The operations. kWraps: integers are computed as unsigned integers, because overflow of signed integers is undefined.
 struct Sum {
     static constexpr bool kWraps = true;
     template <typename T>
@@ -140,7 +151,7 @@ void fold_few(T* out, const T* const* in, std::size_t count) {
     }
 }
 
-// Folds any number of inputs, one after the other in each block.
+// Folds any number of inputs: for each block of elements, adds one input after the other to the totals of the block.
 template <typename F, typename T>
 void fold_many(T* out, const T* const* in, int inputs, std::size_t count) {
     using W = Wide<T>;
@@ -157,6 +168,7 @@ void fold_many(T* out, const T* const* in, int inputs, std::size_t count) {
     }
 }
 
+// out = F of `inputs` arrays of `count` elements of the type T.
 template <typename F, typename T>
 void fold_as(void* out, const void* const* in, int inputs, std::size_t count) {
     auto* to = static_cast<T*>(out);
@@ -176,6 +188,7 @@ void fold_as(void* out, const void* const* in, int inputs, std::size_t count) {
     }
 }
 
+// Passes a type to a generic lambda.
 template <typename T>
 struct Type {};
 
@@ -242,7 +255,8 @@ void fold_numbers(DType dtype, void* out, const void* const* in, int inputs, std
     fold_integers<F>(dtype, out, in, inputs, count);
 }
 
-// reduces() in types.cpp has refused what has no case here.
+// Entry point of kernels.h, like the other functions without template parameters below. Pairs of an operation and a
+// dtype that have no case here never come: reduces() in types.cpp refuses them.
 void fold(Op op, DType dtype, void* out, const void* const* in, int inputs, std::size_t count) {
     switch (op) {
         case Op::kSum:

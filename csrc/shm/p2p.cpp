@@ -309,7 +309,7 @@ void PointToPoint::finish(const Handle& request, std::exception_ptr error) {
         });
         if (thrown && !error) request->error = thrown;
     }
-    if (waiting_ > 1) membership_.wake(membership_.rank());  // the request may be that of another thread
+    if (waiting_ > 1) membership_.wake(membership_.rank());  // another thread may wait for it
 }
 
 // Finishes all requests with the error; null: the group has been destroyed. Later requests fail in post().
@@ -422,17 +422,20 @@ bool PointToPoint::is_finished(const Handle& request) {
     return request->finished;
 }
 
-// Whether a request fails if this peer is gone: it is unfinished, and no ring holds bytes that may be for it.
+// Whether a request cannot finish without the rank `peer`, so that it fails when `peer` has died or left: the request
+// is unfinished, and the rings from the ranks that it may receive from hold no bytes.
 bool PointToPoint::depends_on(const LocalRequest& request, int peer) const {
     if (request.finished || peer == membership_.rank()) return false;
     if (request.outgoing) return peer == request.peer;
     if (request.peer != kAnyone) return peer == request.peer && unread(peer, membership_.rank()) == 0;
-    // A receive from any rank waits as long as a ring holds bytes, or some rank that has not left may send. With a
-    // claim its message may come from another host.
+    // A receive from any rank goes on while a ring holds bytes. When all rings are empty:
+    // 1. A peer that has not left may be the sender, so the request depends on it: it fails if the peer dies.
+    // 2. A peer that has left only matters if all others have left too: then no rank can send. With a claim the message
+    //    may still come from another host, so not even then.
     bool all_left = !request.claim, all_empty = true;
     for (int rank = 0; rank < membership_.size(); ++rank) {
         all_left &= rank == membership_.rank() || membership_.has_left(rank);
-        // Loaded after has_left(), so the messages that the rank has sent before are visible.
+        // Loaded after has_left(): see the memory order in p2p.h.
         all_empty &= unread(rank, membership_.rank()) == 0;
     }
     return all_empty && (all_left || !membership_.has_left(peer));

@@ -10,13 +10,19 @@
 // receive) stays in the ring, which is the back-pressure on the sender. If a receive waits for a message behind it, the
 // unexpected message is copied to a buffer.
 //
-// Every wait makes progress on all requests of its rank: it moves the bytes that can be moved at present. A progress
-// thread does so for requests that no thread waits for.
+// A request is a send or a receive of this rank. To make progress is to move the bytes of all requests of this rank, as
+// far as the rings allow at present. A thread in wait() makes progress until its own request is finished. A request
+// with a `done` callback may have no such thread, so there is a progress thread. Handover, under `mutex_`: `waiting_`
+// counts the threads in wait(). While it is above 0, or no request is unfinished, the progress thread is idle: it
+// sleeps on `wake_`. The last thread that leaves wait() wakes it if a request is unfinished, and so does post() for a
+// request with `done` if no thread is in wait().
 //
 // Memory order, for any processor: the sender stores `written` after the bytes (release), and the receiver loads it
 // before it reads them (acquire). The receiver stores `read` after it has copied the bytes, and the sender loads it
 // before it overwrites them. One rank writes each counter, and its threads hold `mutex_`. All four accesses are
-// sequentially consistent, since Membership::sleep() may wait for them. depends_on() loads `left` before the counters.
+// sequentially consistent, since Membership::sleep() may wait for them. A rank sets its flag `left` in the membership
+// after its last message. depends_on() loads the flag before the counters: if the flag is set and the ring is empty, no
+// message from that rank will come.
 #pragma once
 
 #include <condition_variable>
@@ -55,7 +61,6 @@ public:
     // which the same thread calls later without the lock, and which may block.
     using Done = std::function<std::function<void()>(std::exception_ptr)>;
 
-    // A send or a receive of this rank.
     struct LocalRequest {
         bool outgoing;
         int peer;  // kAnyone until the message of a receive from any rank is known
@@ -85,12 +90,13 @@ public:
     // Post a send or a receive, and return it.
     // data: must stay valid until the request is finished.
     // timeout: from now on; a request that is not finished then ends the group.
-    // done: null if the caller calls wait(); otherwise the progress thread finishes the request.
+    // done: null if the caller calls wait(); otherwise the request is finished even if no thread waits for it.
+    // claim: see claim.h; null if the receive is posted here only.
     Handle send(int to, Tag tag, const std::byte* data, std::size_t bytes, std::chrono::milliseconds timeout,
                 Done done);
     Handle receive(int from, Tag tag, std::byte* data, std::size_t bytes, std::chrono::milliseconds timeout, Done done,
                    ClaimPtr claim = nullptr);
-    // Gives up a receive whose claim has been taken by a message from another host. `done` is not called.
+    // Removes a receive whose claim a message from another host has taken. `done` is not called.
     void withdraw(const Handle& request);
 
     // Returns true when the request is finished, with or without an error; false after `limit`.

@@ -1,6 +1,8 @@
 // The entry points of PrimsBackend, in the order of c10d::Backend. torch has several functions for one collective: with
 // lists of tensors, with one large tensor, coalesced (several calls at once). Each function here makes a CollectiveCall
-// of its arguments, or several, and submits it; so does run_call(), for dist_prims.collectives.
+// of its arguments, or several, and submits it; so does run_call(), for dist_prims.collectives. A call whose tensors
+// are on another device goes to the backend for that device instead (other_backend()). Each of the two ways begins with
+// check_owner(): submit() and other_backend() call it.
 #include <ATen/record_function.h>
 
 #include "../../common/process.h"
