@@ -183,7 +183,8 @@ void all_reduce(HostSegment& host_segment, DType dtype, Op op, const std::byte* 
                 const SharedTensorRef& mine) {
     SlotExchange& slots = host_segment.slots;
     const std::size_t bytes = count * size_of(dtype);
-    if (bytes <= std::min(host_segment.one_shot, slots.capacity())) return one_shot(slots, dtype, op, in, out, count);
+    if (bytes <= std::min(host_segment.one_shot_bytes, slots.capacity()))
+        return one_shot(slots, dtype, op, in, out, count);
     TwoShot two_shot(slots, dtype, op, in, count);
     if (!mine.is_shared()) {
         // Ranks that have shared tensors see in the first phase that this rank has none.
@@ -210,7 +211,7 @@ void reduce(HostSegment& host_segment, DType dtype, Op op, int root, const std::
             std::size_t count) {
     SlotExchange& slots = host_segment.slots;
     std::byte* result = slots.rank() == root ? out : nullptr;
-    if (count * size_of(dtype) <= std::min(host_segment.one_shot, slots.capacity()))
+    if (count * size_of(dtype) <= std::min(host_segment.one_shot_bytes, slots.capacity()))
         one_shot(slots, dtype, op, in, result, count);
     else
         TwoShot(slots, dtype, op, in, count).run(result, false);

@@ -14,7 +14,9 @@
 namespace dist_prims {
 
 struct HostSegment {
-    // The minimum slot size. Some collectives post a list of lengths, or a piece for each rank, in one slot.
+    // The minimum slot size. all_to_all posts 16 bytes of lengths for each rank, and after them a piece of its data for
+    // each rank; an all_reduce posts size + 1 pieces. A piece is cut to whole cache lines (64 bytes), and must not be
+    // empty: with 256 bytes for each rank and for one more it has at least 3 lines.
     static std::size_t min_slot_bytes(int size) {
         return std::max<std::size_t>(4096, 256 * (static_cast<std::size_t>(size) + 1));
     }
@@ -60,10 +62,11 @@ private:
     const std::shared_ptr<PointToPoint> shared_p2p_;
 
 public:
-    // The shared-tensor reference of these bytes; empty if an all_reduce of so few bytes does not work in place.
+    // The shared-tensor reference of the data of an all_reduce; empty if the data is not in a shared tensor, or is so
+    // small that the all_reduce does not work in place.
     SharedTensorRef tensor_ref_of(const std::byte* data, std::size_t bytes) const {
-        return bytes > std::min(one_shot, slots.capacity()) ? Exporter::instance().ref_of(data, bytes)
-                                                            : SharedTensorRef{};
+        return bytes > std::min(one_shot_bytes, slots.capacity()) ? Exporter::instance().ref_of(data, bytes)
+                                                                  : SharedTensorRef{};
     }
 
     Membership& membership;
@@ -71,8 +74,9 @@ public:
     PointToPoint& p2p;
     SharedLog log;
     Importer importer;
-    // Bytes up to which one phase, in which every rank reduces everything, is faster than two.
-    std::size_t one_shot = 32 << 10;
+    // Up to this size, each rank of an all_reduce or reduce posts all of its data in one phase, and reduces the data of
+    // all ranks. Above it each rank reduces one chunk, and the ranks collect the sums in further phases.
+    std::size_t one_shot_bytes = 32 << 10;
 };
 
 }  // namespace dist_prims

@@ -69,7 +69,7 @@ std::shared_ptr<HostSegment> make_host_segment(const c10::intrusive_ptr<c10d::St
     auto host_segment = std::make_shared<HostSegment>(std::make_shared<Mapping>(rendezvous.memory), local_rank,
                                                       local_size, slot, names);
     // 3. From here on, each wait in the group looks for deaths and for failures of other ranks.
-    host_segment->one_shot = setup.one_shot_bytes;
+    host_segment->one_shot_bytes = setup.one_shot_bytes;
     host_segment->membership.watch(std::move(rendezvous.exits));
     host_segment->membership.on_wait([creation_failure] { creation_failure.check(); }, true);
     return host_segment;
