@@ -19,7 +19,7 @@ using ClaimPtr = std::shared_ptr<Claim>;
 
 // Takes the claim of a receive for a message that meets it. False: a message in another place has it. A receive without
 // a claim is posted in one place only.
-inline bool take(const ClaimPtr& claim) {
+inline bool take_claim(const ClaimPtr& claim) {
     return !claim || claim->take();
 }
 

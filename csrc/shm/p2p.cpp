@@ -152,7 +152,7 @@ bool PointToPoint::match_unexpected(const Handle& request) {
     const auto match = std::find_if(unexpected_.begin(), unexpected_.end(), [&](const IncomingHandle& message) {
         return message->tag == request->tag && (request->peer == kAnyone || request->peer == message->from);
     });
-    if (match == unexpected_.end() || !take(request->claim)) return false;
+    if (match == unexpected_.end() || !take_claim(request->claim)) return false;
     const IncomingHandle message = *match;
     unexpected_.erase(match);
     message->request = request;
@@ -271,7 +271,7 @@ bool PointToPoint::has_posted_receive(int from) const {
 void PointToPoint::match_posted(const IncomingHandle& message) {
     const auto match = std::find_if(posted_receives_.begin(), posted_receives_.end(), [&](const Handle& request) {
         const bool is_from_peer = request->peer == kAnyone || request->peer == message->from;
-        return request->tag == message->tag && is_from_peer && take(request->claim);
+        return request->tag == message->tag && is_from_peer && take_claim(request->claim);
     });
     if (match == posted_receives_.end()) {
         unexpected_.push_back(message);

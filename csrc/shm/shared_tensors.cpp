@@ -28,7 +28,7 @@ Exporter& Exporter::instance() {
 }
 
 std::byte* Exporter::allocate(std::size_t bytes) {
-    const Block block = take(bytes);
+    const Block block = new_block(bytes);
     if (block.arena) {
         try {
             block.arena->reserve(block.data, block.bytes);
@@ -41,7 +41,7 @@ std::byte* Exporter::allocate(std::size_t bytes) {
 }
 
 // A new block. A block in an arena has no pages yet.
-Exporter::Block Exporter::take(std::size_t bytes) {
+Exporter::Block Exporter::new_block(std::size_t bytes) {
     constexpr std::size_t kPage = Arena::kPage;
     if (bytes > PTRDIFF_MAX - kPage) throw std::bad_alloc();
     const std::lock_guard lock(mutex_);
@@ -86,7 +86,7 @@ void Exporter::release(std::byte* data) noexcept {
 }
 
 // The block that contains an address; null if there is none. Under the lock.
-Exporter::Block* Exporter::find(const std::byte* data) {
+Exporter::Block* Exporter::block_at(const std::byte* data) {
     const auto after = blocks_.upper_bound(data);
     if (after == blocks_.begin()) return nullptr;
     Block& block = std::prev(after)->second;
@@ -95,7 +95,7 @@ Exporter::Block* Exporter::find(const std::byte* data) {
 
 SharedTensorRef Exporter::ref_of(const std::byte* data, std::size_t bytes) {
     const std::lock_guard lock(mutex_);
-    const Block* block = find(data);
+    const Block* block = block_at(data);
     if (!block || !block->arena || block->is_withdrawn || data + bytes > block->data + block->bytes) return {};
     return {block->arena->id(), block->arena->offset_of(data), block->arena->descriptor()};
 }
@@ -104,7 +104,7 @@ void Exporter::withdraw(const std::byte* data, std::size_t bytes) {
     if (!is_of_this_process()) return;
     const std::lock_guard one_at_a_time(withdrawing_);
     std::unique_lock lock(mutex_);
-    Block* const entry = find(data);
+    Block* const entry = block_at(data);
     if (!entry || !entry->arena || entry->is_withdrawn) return;
     entry->is_withdrawn = true;
     const Block block = *entry;

@@ -49,8 +49,8 @@ private:
         bool is_withdrawn = false;
     };
 
-    Block* find(const std::byte* data);
-    Block take(std::size_t bytes);
+    Block* block_at(const std::byte* data);
+    Block new_block(std::size_t bytes);
 
     const int owner_ = this_process();
     std::mutex mutex_;

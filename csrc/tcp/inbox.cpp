@@ -38,7 +38,7 @@ TcpMessagePtr Inbox::take_receive(int from, int tag) {
         for (auto queue = posted_.find(key); queue != posted_.end(); queue = posted_.find(key)) {
             TcpMessagePtr receive = take_front(posted_, queue);
             expected_ -= receive->bytes;
-            if (take(receive->claim)) return receive;
+            if (take_claim(receive->claim)) return receive;
         }
     }
     return nullptr;
@@ -96,7 +96,7 @@ void Inbox::post(const TcpMessagePtr& receive) {
         return tag == receive->tag && (receive->peer == Transport::kAnyone || from == receive->peer);
     };
     const auto queue = std::find_if(unexpected_.begin(), unexpected_.end(), matches);
-    if (queue == unexpected_.end() || !take(receive->claim)) {
+    if (queue == unexpected_.end() || !take_claim(receive->claim)) {
         posted_[{receive->peer, receive->tag}].push_back(receive);
         expected_ += receive->bytes;
         return;
