@@ -1,5 +1,5 @@
-// A receive that is posted in two places, such as one from any rank of several hosts: the first message that takes the
-// claim is the one it receives.
+// The claim of a receive that is posted in two places: a receive from any rank, in shared memory and at the transport
+// between hosts. The first message that takes the claim is the message that the receive gets.
 #pragma once
 
 #include <atomic>
@@ -9,7 +9,7 @@ namespace dist_prims {
 
 class Claim {
 public:
-    // Whether the caller has it now. Returns true once.
+    // Returns true for the first caller only.
     bool take() { return !is_taken_.exchange(true); }
 
 private:
@@ -17,8 +17,8 @@ private:
 };
 using ClaimPtr = std::shared_ptr<Claim>;
 
-// Takes the claim of a receive for a message that meets it. False: a message in another place has it. A receive without
-// a claim is posted in one place only.
+// Takes the claim of a receive for a message that matches it. False: a message in the other place has it. `claim` is
+// null if the receive is posted in one place only.
 inline bool take_claim(const ClaimPtr& claim) {
     return !claim || claim->take();
 }

@@ -40,7 +40,8 @@ std::byte* Exporter::allocate(std::size_t bytes) {
     return block.data;
 }
 
-// A new block. A block in an arena has no pages yet.
+// Adds a block: ordinary memory if it is shorter than a page, otherwise whole pages of an arena, of a new one if no
+// arena has space.
 Exporter::Block Exporter::new_block(std::size_t bytes) {
     constexpr std::size_t kPage = Arena::kPage;
     if (bytes > PTRDIFF_MAX - kPage) throw std::bad_alloc();
@@ -65,7 +66,7 @@ Exporter::Block Exporter::new_block(std::size_t bytes) {
 }
 
 void Exporter::release(std::byte* data) noexcept {
-    if (!is_of_this_process()) return;  // in a forked child it is not mapped
+    if (!is_of_this_process()) return;  // a forked child has neither the memory nor the arenas
     std::unique_lock lock(mutex_);
     const auto entry = blocks_.find(data);
     if (entry == blocks_.end()) return;
@@ -74,7 +75,7 @@ void Exporter::release(std::byte* data) noexcept {
     lock.unlock();
     if (!block.arena) return ::operator delete(block.data, kAlignment);
     block.arena->discard(block.data, block.bytes);
-    if (block.is_withdrawn) {  // a late peer may still write to this range of the arena, so it is not used again
+    if (block.is_withdrawn) {
         ::munmap(block.data, block.bytes);
         return;
     }
@@ -85,7 +86,7 @@ void Exporter::release(std::byte* data) noexcept {
     }
 }
 
-// The block that contains an address; null if there is none. Under the lock.
+// The block that contains an address; null if there is none. The caller holds `mutex_`.
 Exporter::Block* Exporter::block_at(const std::byte* data) {
     const auto after = blocks_.upper_bound(data);
     if (after == blocks_.begin()) return nullptr;
@@ -102,6 +103,7 @@ SharedTensorRef Exporter::ref_of(const std::byte* data, std::size_t bytes) {
 
 void Exporter::withdraw(const std::byte* data, std::size_t bytes) {
     if (!is_of_this_process()) return;
+    // 1. Mark the block, so that no call gets a reference to it any more.
     const std::lock_guard one_at_a_time(withdrawing_);
     std::unique_lock lock(mutex_);
     Block* const entry = block_at(data);
@@ -109,6 +111,7 @@ void Exporter::withdraw(const std::byte* data, std::size_t bytes) {
     entry->is_withdrawn = true;
     const Block block = *entry;
     lock.unlock();
+    // 2. Copy its pages, without `mutex_`: this takes long, and other tensors can be allocated meanwhile.
     const auto begin = static_cast<std::size_t>(data - block.data);
     block.arena->make_private(block.data, block.bytes, begin, begin + bytes);
 }

@@ -42,6 +42,11 @@ public:
     void withdraw(const std::byte* data, std::size_t bytes);
 
 private:
+    // The memory of one tensor, from allocate() to release(). A block in an arena is in one of three states:
+    // - new: it has its addresses, but no pages yet; allocate() reserves them before it returns the block;
+    // - shared: it has pages; ref_of() returns references, with which peers map the pages;
+    // - withdrawn: its pages are private copies; ref_of() returns none. A late peer may still write to the range of
+    //   the arena, so release() does not give the range back to the arena.
     struct Block {
         std::byte* data;
         std::size_t bytes;
@@ -55,7 +60,7 @@ private:
     const int owner_ = this_process();
     std::mutex mutex_;
     std::vector<std::unique_ptr<Arena>> arenas_;  // for the life of the process: peers may have them mapped
-    std::map<const std::byte*, Block> blocks_;    // by their data
+    std::map<const std::byte*, Block> blocks_;    // by their first address
     std::mutex withdrawing_;                      // held during a withdrawal: a second one waits for the first
 };
 
