@@ -1,7 +1,10 @@
-"""The data of the page of a schedule: its steps, what every chunk holds after each of them, the proof and the prices.
+"""The data of the page of a schedule, as JSON: steps, what each chunk holds after each step, the proof and the prices.
 
-Every row of a step has the number of the sum that its target holds after the step, as the symbolic run of the proof
-finds it, so a script can show any step without executing one.
+The proof runs the schedule on numbers of sums instead of data (symbolic.py): a number stands for a piece of the data
+added over certain ranks in a certain order, and NOTHING for an empty chunk. Each transfer of a step has, beside its
+own values, the piece and the number of the sum that its target chunk holds after the step. So the scripts of the page
+show any step without executing the schedule. Transfers and chunks are tables: a list for each column, and the number
+of ``rows``.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ def schedule_page(schedule: ScheduleData) -> Page:
 
 def _data(schedule: ScheduleData) -> dict[str, Any]:
     error = error_of(schedule)
-    start, steps, sums = _run(schedule)
+    start, steps, addends = _run(schedule)
     return {
         "collective": schedule.collective,
         "algorithm": schedule.algorithm,
@@ -59,7 +62,7 @@ def _data(schedule: ScheduleData) -> dict[str, Any]:
         "facts": _facts(schedule),
         "start": start,
         "steps": steps,
-        "addends": sums,
+        "addends": addends,
         "end": [_end(schedule, rank) for rank in range(schedule.size)],
         "proof": _proof(schedule, error),
         "cost": cost_data(schedule if error is None else _in_range(schedule)),
@@ -67,7 +70,8 @@ def _data(schedule: ScheduleData) -> dict[str, Any]:
 
 
 def _proof(schedule: ScheduleData, error: ScheduleError | None) -> dict[str, Any]:
-    """The result of the proof. ``step`` is the first wrong step; ``marks`` are the wrong chunks, with their ranks."""
+    """The result of the proof. ``step`` is the first wrong step; ``marks`` are the wrong chunks, each with the ranks
+    that its sum misses and those that it has too often."""
     marks = [
         {"step": mark.step, "rank": mark.rank, "chunk": mark.chunk, "missing": mark.missing, "extra": mark.extra}
         for mark in (error.marks if error else ())
@@ -82,7 +86,8 @@ def _proof(schedule: ScheduleData, error: ScheduleError | None) -> dict[str, Any
 
 
 def _run(schedule: ScheduleData) -> tuple[dict[str, Any], list[dict[str, Any]], list[list[int]]]:
-    """The chunks at the start, the steps, and the addends of every sum; a step that cannot run ends the list."""
+    """The chunks at the start, the steps, and for each number of a sum the numbers that were added to form it. The
+    first step that cannot run is the last of the list."""
     states = symbolic_states(schedule)
     _, _, state = next(states)
     start = _start(state)
@@ -96,6 +101,7 @@ def _run(schedule: ScheduleData) -> tuple[dict[str, Any], list[dict[str, Any]], 
 
 
 def _start(state: State) -> dict[str, Any]:
+    """The table of the chunks that hold something before the first step."""
     rank, chunk = np.nonzero(state.sum != NOTHING)
     return {
         "rank": _column(rank),
@@ -107,6 +113,7 @@ def _start(state: State) -> dict[str, Any]:
 
 
 def _step(step: Step, state: State) -> dict[str, Any]:
+    """The table of the transfers of a step, with what their targets hold in ``state``, the state after the step."""
     after = {"piece": _column(state.piece[step.dst, step.into]), "sum": _column(state.sum[step.dst, step.into])}
     return {**_columns(step), **after}
 
@@ -139,20 +146,22 @@ def _rows_in_range(schedule: ScheduleData, step: Step) -> Step:
 
 
 def _end(schedule: ScheduleData, rank: int) -> dict[str, Any]:
+    """The table of the chunks that a rank must hold at the end."""
     end = schedule.contract.end(rank)
     columns = {name: _column(getattr(end, name)) for name in ("chunk", "piece", "first", "last")}
     return {**columns, "rows": len(end.chunk)}
 
 
 def _blocks(schedule: ScheduleData) -> dict[str, int] | None:
-    """For an all_to_all, the numbers from which the source and the destination of a piece follow."""
+    """For an all_to_all, the number of chunks, and how many of them (a part) one rank sends to one rank. The scripts
+    compute the source and the destination of a piece from these. None for other collectives."""
     if schedule.collective != "all_to_all":
         return None
     return {"chunks": schedule.chunks, "part": schedule.chunks // schedule.size}
 
 
 def _labels(schedule: ScheduleData) -> Iterator[str]:
-    """A heading for each chunk number."""
+    """A heading for each chunk number. The scratch chunks of a schedule come after its data."""
     if schedule.collective == "all_to_all":
         part = schedule.chunks // schedule.size
         for word in ("to", "from"):
@@ -173,7 +182,8 @@ def _facts(schedule: ScheduleData) -> list[tuple[str, str]]:
 
 
 def _column(values: ArrayLike) -> Any:
-    """One number if all values are equal, ``{"from": a}`` for a, a+1, a+2, ..., else the list.
+    """A column of a table, short: one number if all values are equal, ``{"from": a}`` for a, a+1, a+2, ..., else the
+    list.
 
     >>> _column([3, 3]), _column([4, 5, 6]), _column([1, 0]), _column([])
     (3, {'from': 4}, [1, 0], [])
