@@ -2,8 +2,17 @@
 
 Every rank makes the same calls. The rank of the first stage reads the inputs, and the rank of the last stage the
 targets; what other ranks give is ignored, so all may give the whole batch. A rank that fails in its stage sends the
-error instead of its results: all ranks raise, and the group can go on with the next step. A rank that leaves a call by
-Ctrl-C, or by an error of communication, ends the pipeline: all ranks raise, and make it again.
+error instead of its results: all ranks raise, and the group can go on with the next step. Ctrl-C or an error of
+communication in a call ends the pipeline: all ranks raise, and make it again.
+
+``Pipeline`` joins two objects. ``Job`` (action_executor.py) computes the actions of this rank. ``Transfers``
+(transfer.py) carries the messages between stages, on the thread that calls it:
+
+- its sends return at once; ``finish()`` waits for them at the end of a call;
+- its receives wait for the message. They raise StageFailedError if the sender has sent an error instead, and another
+  CommError after the timeout of the group, or if a rank has left the group;
+- no rank waits for ever for a message, whatever the plan: all ranks post their receives in one order;
+- ``end()`` leaves the group of the messages, so that all ranks that wait for this rank raise.
 """
 
 from __future__ import annotations
@@ -35,7 +44,7 @@ from .transfer import ActionMessages, StageFailedError, Transfers
 __all__: list[str] = []
 
 _T = TypeVar("_T")
-_KINDS = 16  # of batches, whose layouts are remembered
+_KINDS = 16  # the most kinds of batches of which the layouts of messages are remembered
 _REMEDY = (
     "Give the same plan, num_microbatches, reduction, metrics, cut and type of device, and a scaler or none, on all"
 )
@@ -113,15 +122,17 @@ class Pipeline(Owner):
             description = describe(plan, objective, stages, self._device)
         except Exception as error:
             problem = error
-        # 2. Compare the parts of all ranks, and agree on a name for the messages: the token of rank 0.
-        of_ranks = gather_values((description, secrets.token_hex(8)), self._group, "Pipeline", problem)
-        check_lists("Pipeline", [[each] for each, _ in of_ranks], _REMEDY, self._group)
-        self._transfers = Transfers(self.plan, self._group, self._device, f"Pipeline-{of_ranks[0][1]}")
+        # 2. Compare the descriptions of all ranks. The token of rank 0 names the group of the messages on all ranks.
+        descriptions, tokens = zip(
+            *gather_values((description, secrets.token_hex(8)), self._group, "Pipeline", problem), strict=True
+        )
+        check_lists("Pipeline", [[text] for text in descriptions], _REMEDY, self._group)
+        self._transfers = Transfers(self.plan, self._group, self._device, f"Pipeline-{tokens[0]}")
         # 3. The state of the calls to come.
         self._kinds: dict[Any, int] = {}  # on the rank of the first stage: the number of each kind of batch
-        self._traced = 0  # calls of which there is a trace
-        self._failure: StageFailedError | None = None  # of this rank in the call
-        self._unfinished: str | None = None  # the call that has begun, or that was left before all ranks had ended it
+        self._traced = 0  # the number of calls that were traced
+        self._failure: StageFailedError | None = None  # of this rank in the call that runs
+        self._unfinished: str | None = None  # the call that runs, or that has failed before all ranks had ended it
 
     def step(self, inputs: Any = None, targets: Any = None) -> torch.Tensor:
         """Forward and backward of a batch: gradients are added to ``.grad``, the loss is returned on every rank and the
@@ -146,15 +157,16 @@ class Pipeline(Owner):
         self._kinds.clear()
 
     def rows(self) -> list[Row]:
-        """The rows recorded on all ranks since the last call, on rank 0; every rank calls it. Clocks are the hosts'."""
-        own, self._job.rows = self._job.rows, []
-        of_ranks: list[list[Any]] = gather_values([tuple(row) for row in own], self._group)
-        return from_first([Row(*row) for rows in of_ranks for row in rows]) if self._rank == 0 else []
+        """On rank 0, the actions of all ranks since the last call of ``rows()``, with times from the first one; [] on
+        other ranks. Every rank calls it. Set ``record`` first. The clocks of two hosts may differ."""
+        own_rows, self._job.rows = self._job.rows, []
+        rows_of_ranks: list[list[Any]] = gather_values([tuple(row) for row in own_rows], self._group)
+        return from_first([Row(*row) for rows in rows_of_ranks for row in rows]) if self._rank == 0 else []
 
     def _run(self, call: str, inputs: Any, targets: Any) -> Tensors | None:
         """Run a call of the program, "step", "evaluate", "forward" or "forward everywhere", and return the outputs of
-        the batch, if this rank has them. A call that is left before the ranks know each other's success ends the
-        pipeline on all ranks."""
+        the batch, if this rank has them. An error in a call before all ranks know whether the others have succeeded
+        ends the pipeline on all ranks."""
         if self._unfinished is not None:
             self._transfers.end()
             raise CommError(
@@ -169,7 +181,7 @@ class Pipeline(Owner):
                 return self._run_plan(call, inputs, targets)
         except BaseException as error:
             self._job.forget()
-            if self._unfinished is None:
+            if self._unfinished is None:  # all ranks raise; the pipeline can go on
                 raise
             self._transfers.end(error)
             if not isinstance(error, Exception):
@@ -183,7 +195,7 @@ class Pipeline(Owner):
         # 1. The rank of the first stage tells the others what kind of batch comes.
         if call == "step":
             self._attempt(call, self._job.check_step)
-        batch, kind, is_new_kind = self._announced(call, inputs)
+        batch, kind, is_new_kind = self._agree_on_batch(call, inputs)
         # 2. Each rank does its actions. After a failure it sends the error instead of its results.
         steps = self._transfers.begin(batch.learn, batch.num_microbatches, kind, is_new_kind)
         self._job.begin(batch)
@@ -195,11 +207,11 @@ class Pipeline(Owner):
         # 3. All ranks learn of each other's failures: the messages of a backward carry a failure to earlier stages
         #    only.
         self._failure = self._failure or self._transfers.unread()
-        own = self._failure and str(self._failure), None if batch.sums is None else batch.sums.tolist()
-        texts, sums = zip(*gather_values(own, self._transfers.group), strict=True)
+        own_text, own_sums = self._failure and str(self._failure), None if batch.sums is None else batch.sums.tolist()
+        texts, sums = zip(*gather_values((own_text, own_sums), self._transfers.group), strict=True)
         self._transfers.finish()
         if failure := self._failure or next((StageFailedError(text) for text in texts if text), None):
-            if is_new_kind and self._kinds:  # its layouts may not have reached all ranks
+            if is_new_kind and self._kinds:  # the layouts of this kind may not have reached all ranks: forget the kind
                 self._kinds.popitem()
             self._unfinished = None
             raise failure
@@ -215,7 +227,7 @@ class Pipeline(Owner):
 
     def _attempt(self, what: object, act: Callable[..., _T], *arguments: Any) -> _T | None:
         """Call ``act`` and return its result. An error becomes the failure of this rank, and after a failure ``act`` is
-        not called. ``what``: its name in the error."""
+        not called. ``what``: the name of ``act`` in the error."""
         if self._failure is None:
             try:
                 return act(*arguments)
@@ -224,10 +236,10 @@ class Pipeline(Owner):
                 self._failure.__cause__ = error
         return None
 
-    def _announced(self, call: str, inputs: Any) -> tuple[Batch, int, bool]:
-        """The batch, the number of its kind, and whether the kind is new: the rank of the first stage tells the
-        others."""
-        # 1. The rank of the first stage sends what it has found, or that it has failed.
+    def _agree_on_batch(self, call: str, inputs: Any) -> tuple[Batch, int, bool]:
+        """The batch, the number of its kind, and whether the kind is new. The rank of the first stage finds these, and
+        sends them to the other ranks."""
+        # 1. The rank of the first stage sends a head (packet.py) with these values, or with its failure.
         first, count = self.plan.rank_of[0], self.plan.num_microbatches
         if self._rank == first:
             batch = self._attempt(call, Batch.of, inputs, call == "step", count)
@@ -243,7 +255,7 @@ class Pipeline(Owner):
                 return batch, kind, is_new_kind
             self._transfers.finish()
             status, text = FAILED, ""
-        # 2. The others receive it, and compare the calls.
+        # 2. The others receive the head, and compare the calls.
         else:
             status, text = read_head(self._transfers.receive(first, HEAD))
         if status == FAILED:
@@ -266,8 +278,10 @@ class Pipeline(Owner):
         assert batch.inputs is not None
         device = self._device.type
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        tensors = tuple((each.dtype, each.shape, each.stride(), each.requires_grad) for each in batch.inputs.batch)
-        kind = (batch.learn, cast, tensors)
+        specs = tuple(
+            (tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad) for tensor in batch.inputs.batch
+        )
+        kind = (batch.learn, cast, specs)
         if kind in self._kinds:
             return self._kinds[kind], False
         if len(self._kinds) == _KINDS:
