@@ -15,7 +15,7 @@ step is a row of counts. Each count is the largest of any rank, link or machine,
 
 Data is counted as a fraction of the data of the collective, or in chunks where a name says so. This module counts the
 steps, one by one. A schedule of 100,000 ranks may have 10^10 transfers, so the load of the algorithms of this package
-also follows from their cost cards in closed form (:mod:`.moves`). The tests compare the two.
+also follows from their cost cards in closed form (:mod:`.closed_form_load`). The tests compare the two.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ the segments of the executor are a pipeline too. Over several hosts ``hierarchic
 algorithm between the hosts. Within the hosts it uses its default first; the other inner algorithms are tried with the
 best outer one only, because the phases run one after the other and the choices hardly interact.
 
-The price follows from the cost card of an algorithm (:mod:`.moves`), so the time to compute it hardly depends on the
-number of ranks. Up to 512 ranks the steps of an algorithm that a user has registered are counted.
+The price follows from the cost card of an algorithm (:mod:`.closed_form_load`), so the time to compute it hardly
+depends on the number of ranks. Up to 512 ranks the steps of an algorithm that a user has registered are counted.
 """
 
 from __future__ import annotations

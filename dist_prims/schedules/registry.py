@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from .closed_form_load import load_of
 from .contract import COLLECTIVES, ROOTED, contract
 from .cost_card import Card, default_ranks_a_host
 from .load import Hosts, Load, count
-from .moves import load_of
 from .steps import Phases, ScheduleData, Step, Steps, most_steps
 
 __all__: list[str] = []

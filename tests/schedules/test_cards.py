@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dist_prims.collectives.algorithm_choice import cheapest
-from dist_prims.schedules import COLLECTIVES, algorithms, build, lookup, moves
+from dist_prims.schedules import COLLECTIVES, algorithms, build, closed_form_load, lookup
 from dist_prims.schedules.cost import best_segments, cost_of, load_seconds
 from dist_prims.schedules.load import MESSAGES, OUTER, Hosts, Load, count
 from dist_prims.schedules.recommend import recommend
@@ -180,8 +180,8 @@ def test_a_hundred_thousand_ranks_are_priced_without_steps(
         assert rounds < 3000
         return load_of_part(*arguments)
 
-    load_of_part = moves._load_of_part
-    monkeypatch.setattr(moves, "_load_of_part", is_evaluated)
+    load_of_part = closed_form_load._load_of_item
+    monkeypatch.setattr(closed_form_load, "_load_of_item", is_evaluated)
     monkeypatch.setattr(Steps, "__iter__", lambda steps: pytest.fail("the steps were generated"))
     cluster = Topology(hosts, Level(1e-6, 1e-10), Level(10e-6, 3.2e-10), 1e-10)
     flat = [name for name in algorithms(collective) if lookup(collective, name).replicas == "same"]

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..moves import Round, zigzag
+from ..closed_form_load import EqualSteps, zigzag
 from ..steps import CountedStep, Step
 
 __all__: list[str] = []
@@ -95,7 +95,7 @@ def all_reduce(size: int, p: int, peers: Sequence[Ints]) -> Iterator[Step]:
     yield from unfold(size, p, chunks)
 
 
-def swing_gather(p: int, surplus: int = 0) -> Iterator[Round]:
+def swing_gather(p: int, surplus: int = 0) -> Iterator[EqualSteps]:
     """The rounds of an all-gather among p ranks, an even number, with the peers of Swing.
 
     ``surplus``: the chunks of surplus ranks, which rank 0 sends in each step with its own ones.
@@ -103,4 +103,4 @@ def swing_gather(p: int, surplus: int = 0) -> Iterator[Round]:
     steps = (p - 1).bit_length()
     for step in reversed(range(steps)):
         held = 1 << (steps - 1 - step)
-        yield Round(1, [zigzag(p, (1 - (-2) ** (step + 1)) // 3, min(held, p - held) + surplus)])
+        yield EqualSteps(1, [zigzag(p, (1 - (-2) ** (step + 1)) // 3, min(held, p - held) + surplus)])

@@ -14,20 +14,20 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ..closed_form_load import EqualSteps, LoadItem, shifted
 from ..cost_card import Card
 from ..load import Hosts
-from ..moves import Part, Round, shifted
 from ..registry import algorithm
 from ..steps import Step
 
 __all__: list[str] = []
 
 
-def _load(hosts: Hosts) -> Iterator[Part]:
+def _load(hosts: Hosts) -> Iterator[LoadItem]:
     size = hosts.size
     for reduce in (True, False):
         both = [shifted(size, distance, reduce=reduce) for distance in (1, -1)]
-        yield Round(size - 1, both if size > 2 else [shifted(size, 1, 2, reduce)])
+        yield EqualSteps(size - 1, both if size > 2 else [shifted(size, 1, 2, reduce)])
 
 
 @algorithm(

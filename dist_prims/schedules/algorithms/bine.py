@@ -18,9 +18,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ..closed_form_load import EqualSteps, LoadItem, MessageSet, backwards
 from ..cost_card import Card
 from ..load import Hosts
-from ..moves import Move, Part, Round, backwards
 from ..registry import algorithm
 from ..steps import Step
 from . import _butterfly as butterfly
@@ -45,11 +45,11 @@ def _sent_for_surplus(n: int) -> int:
     return n - 1 + receivers
 
 
-def _load(hosts: Hosts) -> Iterator[Part]:
+def _load(hosts: Hosts) -> Iterator[LoadItem]:
     size, p = hosts.size, even(hosts.size)
-    yield Round(size - p, [[Move(p, size, -p)]])
+    yield EqualSteps(size - p, [[MessageSet(p, size, -p)]])
     yield from butterfly.swing_gather(p, size - p)
-    yield Round(size - p, [[Move(0, 1, p, chunks=p)]])
+    yield EqualSteps(size - p, [[MessageSet(0, 1, p, chunks=p)]])
 
 
 @algorithm(

@@ -22,9 +22,9 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from ..closed_form_load import EqualSteps, LoadItem, MessageSet, backwards
 from ..cost_card import Card, ceil_log2
 from ..load import Hosts
-from ..moves import Move, Part, Round, backwards
 from ..registry import algorithm
 from ..steps import Step
 
@@ -48,33 +48,35 @@ def distances(size: int, radix: int) -> list[int]:
     return powers
 
 
-def broadcast_load(hosts: Hosts, radix: int = 2) -> Iterator[Part]:
+def broadcast_load(hosts: Hosts, radix: int = 2) -> Iterator[LoadItem]:
     size = hosts.size
     for step in distances(size, radix):
         far = range(step, min(radix * step, size), step)
-        yield Round(1, [[Move(0, min(step, size - distance), distance)] for distance in far])
+        yield EqualSteps(1, [[MessageSet(0, min(step, size - distance), distance)] for distance in far])
 
 
-def reduce_load(hosts: Hosts, radix: int = 2) -> Iterator[Part]:
+def reduce_load(hosts: Hosts, radix: int = 2) -> Iterator[LoadItem]:
     size = hosts.size
     for step in distances(size, radix):
         far = range(step, min(radix * step, size), step)
-        yield Round(1, [[Move(distance, size, -distance, stride=radix * step, reduce=True)] for distance in far])
+        yield EqualSteps(
+            1, [[MessageSet(distance, size, -distance, stride=radix * step, reduce=True)] for distance in far]
+        )
 
 
-def gather_load(hosts: Hosts, radix: int = 2) -> Iterator[Part]:
+def gather_load(hosts: Hosts, radix: int = 2) -> Iterator[LoadItem]:
     size = hosts.size
     for step in distances(size, radix):
         last = (size - 1) // step * step  # the head of the last subtree, which may be smaller
         groups = []
         for distance in range(step, min(radix * step, size), step):
-            whole = Move(distance, size - step + 1, -distance, stride=radix * step, chunks=step)
+            whole = MessageSet(distance, size - step + 1, -distance, stride=radix * step, chunks=step)
             is_cut = last % (radix * step) == distance and size - last < step
-            groups.append([whole, Move(last, last + 1, -distance, chunks=size - last)] if is_cut else [whole])
-        yield Round(1, groups)
+            groups.append([whole, MessageSet(last, last + 1, -distance, chunks=size - last)] if is_cut else [whole])
+        yield EqualSteps(1, groups)
 
 
-def scatter_load(hosts: Hosts, radix: int = 2) -> Iterator[Part]:
+def scatter_load(hosts: Hosts, radix: int = 2) -> Iterator[LoadItem]:
     yield from backwards(gather_load(hosts, radix), reduce=False)
 
 

@@ -26,9 +26,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ..closed_form_load import EqualSteps, LoadItem, shifted
 from ..cost_card import Card
 from ..load import Hosts
-from ..moves import Part, Round, shifted
 from ..registry import algorithm
 from ..steps import CountedStep, Step
 from .binomial import distances
@@ -38,20 +38,22 @@ __all__: list[str] = []
 SOURCE = "Bruck, Ho, Kipnis, Upfal and Weathersby 1997"
 
 
-def _gather_load(hosts: Hosts, radix: int) -> Iterator[Part]:
+def _gather_load(hosts: Hosts, radix: int) -> Iterator[LoadItem]:
     size = hosts.size
     for before in distances(size, radix):
         after = min(radix * before, size)
-        yield Round(1, [shifted(size, -place, min(before, after - place)) for place in range(before, after, before)])
+        yield EqualSteps(
+            1, [shifted(size, -place, min(before, after - place)) for place in range(before, after, before)]
+        )
 
 
-def _exchange_load(hosts: Hosts, radix: int) -> Iterator[Part]:
+def _exchange_load(hosts: Hosts, radix: int) -> Iterator[LoadItem]:
     size = hosts.size
     way = np.arange(size)
     for distance in distances(size, radix):
         digits = np.bincount(way // distance % radix, minlength=radix)[1:].tolist()
         messages = [(digit * distance, blocks) for digit, blocks in enumerate(digits, start=1) if blocks]
-        yield Round(1, [shifted(size, places, blocks) for places, blocks in messages])
+        yield EqualSteps(1, [shifted(size, places, blocks) for places, blocks in messages])
 
 
 @algorithm(

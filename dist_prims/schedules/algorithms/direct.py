@@ -14,9 +14,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ..closed_form_load import AllPairs, LoadItem, Star
 from ..cost_card import Card
 from ..load import Hosts
-from ..moves import AllPairs, Part, Star
 from ..registry import algorithm
 from ..steps import Step
 
@@ -30,11 +30,11 @@ def _pairs(size: int) -> tuple[np.ndarray, np.ndarray]:
     return np.tile(np.arange(size), size), np.repeat(np.arange(size), size)
 
 
-def _exchange_load(hosts: Hosts) -> list[Part]:
+def _exchange_load(hosts: Hosts) -> list[LoadItem]:
     return [AllPairs()] if hosts.size > 1 else []
 
 
-def _reduce_load(hosts: Hosts) -> list[Part]:
+def _reduce_load(hosts: Hosts) -> list[LoadItem]:
     return [AllPairs(reduce=True)]
 
 

@@ -9,18 +9,18 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ..closed_form_load import EqualSteps, LoadItem, shifted
 from ..cost_card import Card, ceil_log2
 from ..load import Hosts
-from ..moves import Part, Round, shifted
 from ..registry import algorithm
 from ..steps import Step
 
 __all__: list[str] = []
 
 
-def _load(hosts: Hosts) -> Iterator[Part]:
+def _load(hosts: Hosts) -> Iterator[LoadItem]:
     for step in range(ceil_log2(hosts.size)):
-        yield Round(1, [shifted(hosts.size, 1 << step)])
+        yield EqualSteps(1, [shifted(hosts.size, 1 << step)])
 
 
 @algorithm(

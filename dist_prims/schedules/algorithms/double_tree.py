@@ -27,9 +27,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..closed_form_load import FEW_RANKS, Busiest, EqualSteps, LoadItem, MessageSet
 from ..cost_card import Card
 from ..load import Hosts
-from ..moves import FEW_RANKS, Busiest, Move, Part, Round
 from ..registry import algorithm
 from ..steps import Step
 from .tree import CHUNKS, moves_by_level, parents, renumbered, two_halves
@@ -110,14 +110,14 @@ def _steps(size: int, root: int, chunks: int) -> Iterator[Step]:
         yield Step((root + src[edge]) % size, (root + dst[edge]) % size, tree[edge] * chunks + chunk[edge])
 
 
-def _in_second_tree(move: Move, size: int) -> Move:
+def _in_second_tree(move: MessageSet, size: int) -> MessageSet:
     """The messages of a move in the second tree; the last place of a shifted tree is left out (it becomes place 1)."""
     if size % 2:
         return move.mirrored(size + 1)
     return replace(move, first=move.first + 1, last=min(move.last + 1, size))
 
 
-def _load(hosts: Hosts, chunks: int = CHUNKS, reduce: bool = False) -> Iterator[Part]:
+def _load(hosts: Hosts, chunks: int = CHUNKS, reduce: bool = False) -> Iterator[LoadItem]:
     """A parent sends to its children in turn, so each level has two kinds of steps: messages to the right, to the left.
 
     A level begins two steps after the level above it: first the pipeline fills, half a level more in each step, then
@@ -130,15 +130,17 @@ def _load(hosts: Hosts, chunks: int = CHUNKS, reduce: bool = False) -> Iterator[
         levels = moves_by_level(size, reduce=True)
         top = 1 << (len(levels) - 1)  # the root of the first tree
         second = [[_in_second_tree(move, size) for move in level] for level in levels[:-1]]
-        second.append([Move(size - top, size - top + 1, top - size) if size % 2 else Move(top + 1, top + 2, -top - 1)])
+        second.append(
+            [MessageSet(size - top, size - top + 1, top - size) if size % 2 else MessageSet(top + 1, top + 2, -top - 1)]
+        )
         half_levels = []
         for up in reversed([both[0] + both[1] for both in zip(levels, second, strict=True)]):
             level = [replace(move, reduce=True) if reduce else move.backwards() for move in up]
             half_levels += [[m for m in level if m.shift > 0], [m for m in level if m.shift < 0]]
         filling = half_levels[1:-1] if size == 2 * top else half_levels[1:-2]
-        parts = [Round(1, [half]) for half in filling]
+        parts = [EqualSteps(1, [half]) for half in filling]
         all_edges = [replace(move, chunks=0.5) for half in half_levels for move in half]
-        parts.append(Round(2 * chunks, [all_edges]))
+        parts.append(EqualSteps(2 * chunks, [all_edges]))
         yield from reversed(parts) if reduce else parts
     if size > 1:
         yield Busiest(2 * chunks, 2 * chunks, 2 * chunks * reduce)

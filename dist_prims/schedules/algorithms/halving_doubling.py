@@ -19,9 +19,9 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from ..closed_form_load import EqualSteps, LoadItem, MessageSet, backwards, exchanged
 from ..cost_card import Card, floor_pow2
 from ..load import Hosts
-from ..moves import Move, Part, Round, backwards, exchanged
 from ..registry import algorithm
 from ..steps import Step
 from . import _butterfly as butterfly
@@ -41,19 +41,19 @@ def distances(p: int) -> list[NDArray[np.int64]]:
     return [np.arange(p) ^ distance for distance in halves(p)]
 
 
-def _all_reduce_load(hosts: Hosts) -> Iterator[Part]:
+def _all_reduce_load(hosts: Hosts) -> Iterator[LoadItem]:
     size, p = hosts.size, floor_pow2(hosts.size)
     far = halves(p)
-    yield Round(int(size > p), [[Move(p, size, -p, chunks=p, reduce=True)]])
-    yield from (Round(1, [exchanged(p, distance, distance, reduce=True)]) for distance in far)
-    yield from (Round(1, [exchanged(p, distance, distance)]) for distance in reversed(far))
-    yield Round(int(size > p), [[Move(0, size - p, p, chunks=p)]])
+    yield EqualSteps(int(size > p), [[MessageSet(p, size, -p, chunks=p, reduce=True)]])
+    yield from (EqualSteps(1, [exchanged(p, distance, distance, reduce=True)]) for distance in far)
+    yield from (EqualSteps(1, [exchanged(p, distance, distance)]) for distance in reversed(far))
+    yield EqualSteps(int(size > p), [[MessageSet(0, size - p, p, chunks=p)]])
 
 
-def _all_gather_load(hosts: Hosts) -> Iterator[Part]:
+def _all_gather_load(hosts: Hosts) -> Iterator[LoadItem]:
     size, p = hosts.size, floor_pow2(hosts.size)
     surplus = size - p
-    yield Round(int(surplus > 0), [[Move(p, size, -p)]])
+    yield EqualSteps(int(surplus > 0), [[MessageSet(p, size, -p)]])
     for step in range(p.bit_length() - 1):
         # A group of ``distance`` ranks holds their chunks, and the chunks of the surplus ranks whose partners they are:
         # below ``whole`` a surplus rank for each rank, in the next group for some of its ranks, above it for none.
@@ -62,8 +62,8 @@ def _all_gather_load(hosts: Hosts) -> Iterator[Part]:
         end = whole + distance
         sections = ((0, whole, 2 * distance), (whole, end, distance + surplus % distance), (end, p, distance))
         moves = [exchanged(last, distance, chunks, first=first) for first, last, chunks in sections if first < last]
-        yield Round(1, [[move for section in moves for move in section]])
-    yield Round(int(surplus > 0), [[Move(0, surplus, p, chunks=size)]])
+        yield EqualSteps(1, [[move for section in moves for move in section]])
+    yield EqualSteps(int(surplus > 0), [[MessageSet(0, surplus, p, chunks=size)]])
 
 
 @algorithm(

@@ -29,9 +29,9 @@ with equally many ranks: every block crosses each link once, and all ranks of a 
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ..closed_form_load import LoadItem
 from ..cost_card import Card, default_ranks_a_host
 from ..load import Hosts
-from ..moves import Part
 from ..registry import algorithm
 from ..steps import Phases
 from . import _hierarchy as hierarchy
@@ -40,18 +40,18 @@ from ._hierarchy import HostSizes
 __all__: list[str] = []
 
 
-def _all_reduce_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
+def _all_reduce_load(hosts: Hosts, inner: str, outer: str) -> Iterator[LoadItem]:
     yield hierarchy.load_within_hosts("reduce_scatter", inner, hosts)
     yield hierarchy.load_between_hosts("all_reduce", outer, hosts, 1 / min(hosts.ranks), 1)
     yield hierarchy.load_within_hosts("all_gather", inner, hosts)
 
 
-def _all_gather_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
+def _all_gather_load(hosts: Hosts, inner: str, outer: str) -> Iterator[LoadItem]:
     yield hierarchy.load_between_hosts("all_gather", outer, hosts, 1 / hosts.ranks[0], 1)
     yield hierarchy.load_within_hosts("all_gather", inner, hosts)
 
 
-def _reduce_scatter_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
+def _reduce_scatter_load(hosts: Hosts, inner: str, outer: str) -> Iterator[LoadItem]:
     yield hierarchy.load_within_hosts("reduce_scatter", inner, hosts)
     yield hierarchy.load_between_hosts("reduce_scatter", outer, hosts, 1 / hosts.ranks[0], 1)
 

@@ -22,9 +22,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ..closed_form_load import LoadItem
 from ..cost_card import Card, ceil_log2, default_ranks_a_host
 from ..load import Hosts
-from ..moves import Part
 from ..registry import algorithm, lookup
 from ..steps import CountedStep, ScheduleData, Step
 from . import _hierarchy as hierarchy
@@ -66,12 +66,12 @@ def _rows(step: Step, ranks: Ints, numbers: Ints) -> Step:
     return Step(src, dst, chunk, into=into)
 
 
-def _all_to_all_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
+def _all_to_all_load(hosts: Hosts, inner: str, outer: str) -> Iterator[LoadItem]:
     yield hierarchy.load_within_hosts("all_to_all", inner, hosts)
     yield hierarchy.load_between_hosts("all_to_all", outer, hosts, 1, hosts.ranks[0])
 
 
-def _barrier_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
+def _barrier_load(hosts: Hosts, inner: str, outer: str) -> Iterator[LoadItem]:
     yield hierarchy.load_within_hosts("barrier", inner, hosts)
     yield hierarchy.load_between_hosts("barrier", outer, hosts, 1, 1)
 

@@ -27,9 +27,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ..closed_form_load import LoadItem
 from ..cost_card import Card, ceil_log2, default_ranks_a_host
 from ..load import Hosts
-from ..moves import Part
 from ..registry import algorithm
 from ..schedule_builder import build_shared
 from ..steps import Phase, Phases, ScheduleData, Step
@@ -73,24 +73,24 @@ def _steps_on_one_host(schedule: ScheduleData, first_rank: int) -> Iterator[Step
     yield from map(hierarchy.Groups(ranks[None, :], np.zeros(1, np.int64), 1).spread, schedule.steps)
 
 
-def _broadcast_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
+def _broadcast_load(hosts: Hosts, inner: str, outer: str) -> Iterator[LoadItem]:
     yield hierarchy.load_within_hosts("scatter", "binomial", hosts, every=False)
     yield hierarchy.load_between_hosts("broadcast", outer, hosts, 1 / min(hosts.ranks), 1)
     yield hierarchy.load_within_hosts("all_gather", inner, hosts)
 
 
-def _reduce_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
+def _reduce_load(hosts: Hosts, inner: str, outer: str) -> Iterator[LoadItem]:
     yield hierarchy.load_within_hosts("reduce_scatter", inner, hosts)
     yield hierarchy.load_between_hosts("reduce", outer, hosts, 1 / min(hosts.ranks), 1)
     yield hierarchy.load_within_hosts("gather", "binomial", hosts, every=False)
 
 
-def _gather_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
+def _gather_load(hosts: Hosts, inner: str, outer: str) -> Iterator[LoadItem]:
     yield hierarchy.load_between_hosts("gather", outer, hosts, 1 / hosts.ranks[0], 1)
     yield hierarchy.load_within_hosts("gather", inner, hosts, every=False)
 
 
-def _scatter_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
+def _scatter_load(hosts: Hosts, inner: str, outer: str) -> Iterator[LoadItem]:
     yield hierarchy.load_within_hosts("scatter", inner, hosts, every=False)
     yield hierarchy.load_between_hosts("scatter", outer, hosts, 1 / hosts.ranks[0], 1)
 

@@ -26,9 +26,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from ..closed_form_load import FEW_RANKS, Busiest, EqualSteps, LoadItem, MessageSet
 from ..cost_card import Card
 from ..load import Hosts
-from ..moves import FEW_RANKS, Busiest, Move, Part, Round
 from ..registry import algorithm
 from ..steps import Step
 from . import binomial, ring
@@ -40,7 +40,7 @@ CHUNKS = 8
 _MANY_HOSTS = 1024  # a longer chain is not cut into segments, so the order of its steps does not matter
 
 
-def _chain_load(hosts: Hosts, chunks: int = CHUNKS, reduce: bool = False) -> Iterator[Part]:
+def _chain_load(hosts: Hosts, chunks: int = CHUNKS, reduce: bool = False) -> Iterator[LoadItem]:
     """In each step a *window* of up to ``chunks`` consecutive ranks sends; a link carries each chunk once.
 
     A long chain has two kinds of steps: the window is within a host, or crosses the end of a host. In a step of each
@@ -52,8 +52,8 @@ def _chain_load(hosts: Hosts, chunks: int = CHUNKS, reduce: bool = False) -> Ite
     else:
         # 1. A window in the largest host, and a window across the end of the first host.
         largest, before_end = int(hosts.begins[ranks.index(max(ranks))]), max(ranks[0] - chunks, 0)
-        within = Move(largest, largest + min(chunks, max(ranks) - 1), 1)
-        across = Move(before_end, before_end + chunks, 1)
+        within = MessageSet(largest, largest + min(chunks, max(ranks) - 1), 1)
+        across = MessageSet(before_end, before_end + chunks, 1)
         if reduce:
             within, across = within.backwards(reduce), across.backwards(reduce)
         # 2. The number of steps in which the window crosses the end of each host; the other steps are in between.
@@ -63,9 +63,9 @@ def _chain_load(hosts: Hosts, chunks: int = CHUNKS, reduce: bool = False) -> Ite
         others = size - 2 + chunks - sum(crossings)
         between = others // (len(crossings) + 1)
         for crossing in crossings:
-            yield Round(between, [[within]])
-            yield Round(crossing, [[across]])
-        yield Round(others - len(crossings) * between, [[within]])
+            yield EqualSteps(between, [[within]])
+            yield EqualSteps(crossing, [[across]])
+        yield EqualSteps(others - len(crossings) * between, [[within]])
     yield Busiest(chunks, chunks, chunks * reduce, chunks)
 
 

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ..closed_form_load import EqualSteps, LoadItem, shifted
 from ..cost_card import Card
 from ..load import Hosts
-from ..moves import Part, Round, shifted
 from ..registry import algorithm
 from ..steps import Step
 
@@ -30,9 +30,9 @@ __all__: list[str] = []
 SUM, BUFFER = 0, 1  # chunk numbers: the result, and the buffer that is forwarded
 
 
-def _load(hosts: Hosts) -> Iterator[Part]:
-    yield Round(hosts.size - 1, [shifted(hosts.size, 1, reduce=True)])
-    yield Round(int(hosts.size > 1), [])
+def _load(hosts: Hosts) -> Iterator[LoadItem]:
+    yield EqualSteps(hosts.size - 1, [shifted(hosts.size, 1, reduce=True)])
+    yield EqualSteps(int(hosts.size > 1), [])
 
 
 @algorithm(

@@ -19,28 +19,28 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ..closed_form_load import EqualSteps, LoadItem, MessageSet, exchanged
 from ..cost_card import Card
 from ..load import Hosts
-from ..moves import Move, Part, Round, exchanged
 from ..registry import algorithm
 from ..steps import Step, WideStep
 
 __all__: list[str] = []
 
 
-def _load(hosts: Hosts) -> Iterator[Part]:
+def _load(hosts: Hosts) -> Iterator[LoadItem]:
     size, even = hosts.size, hosts.size - hosts.size % 2
     guest = int(size > even > 0)
-    to_guest = [[Move(even - 1, even, 1, chunks=2)]] * guest
-    yield Round(guest, [[Move(even, size, -1)]])
+    to_guest = [[MessageSet(even - 1, even, 1, chunks=2)]] * guest
+    yield EqualSteps(guest, [[MessageSet(even, size, -1)]])
     if even:
-        yield Round(1, [exchanged(even, 1, 1 + guest), *to_guest])
+        yield EqualSteps(1, [exchanged(even, 1, 1 + guest), *to_guest])
     rest = even // 2 - 1
-    other = [*exchanged(even - 2, 1), Move(0, 1, even - 1), Move(even - 1, even, 1 - even)]
+    other = [*exchanged(even - 2, 1), MessageSet(0, 1, even - 1), MessageSet(even - 1, even, 1 - even)]
     other = [replace(m, first=m.first + 1, last=m.last + 1) for m in other[:2]] + other[2:]
-    yield Round((rest + 1) // 2, [[replace(move, chunks=2 + guest) for move in other], *to_guest])
-    yield Round(rest // 2, [exchanged(even, 1, 2 + guest), *to_guest])
-    yield Round(guest, to_guest)
+    yield EqualSteps((rest + 1) // 2, [[replace(move, chunks=2 + guest) for move in other], *to_guest])
+    yield EqualSteps(rest // 2, [exchanged(even, 1, 2 + guest), *to_guest])
+    yield EqualSteps(guest, to_guest)
 
 
 @algorithm(

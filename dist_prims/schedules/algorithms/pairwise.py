@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ..closed_form_load import FEW_RANKS, EqualSteps, LoadItem, shifted
 from ..cost_card import Card
 from ..load import Hosts
-from ..moves import FEW_RANKS, Part, Round, shifted
 from ..registry import algorithm
 from ..steps import Step
 
@@ -30,7 +30,7 @@ def _part(size: int, rank: int) -> Iterator[Step]:
         yield move if distance > 1 else Step.concat([keep, move])
 
 
-def _load(hosts: Hosts) -> Iterator[Part]:
+def _load(hosts: Hosts) -> Iterator[LoadItem]:
     """Between equal hosts there are three kinds of distances: less than a host, whole hosts, and all others.
 
     All distances of one of the last two kinds have the same load, so one of them stands for all. Between many unequal
@@ -47,7 +47,7 @@ def _load(hosts: Hosts) -> Iterator[Part]:
         rounds = [(1, distance) for distance in range(1, size)]
     else:
         rounds = [*((1, distance) for distance in near), (size - 1 - len(near), ranks + 1)]
-    yield from (Round(times, [shifted(size, distance)]) for times, distance in rounds)
+    yield from (EqualSteps(times, [shifted(size, distance)]) for times, distance in rounds)
 
 
 @algorithm(

@@ -23,9 +23,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ..closed_form_load import EqualSteps, LoadItem, backwards, shifted
 from ..cost_card import Card, ceil_log2
 from ..load import Hosts
-from ..moves import Part, Round, backwards, shifted
 from ..registry import algorithm
 from ..steps import CountedStep, Step
 
@@ -34,16 +34,16 @@ __all__: list[str] = []
 TRAEFF = "Träff, Optimal, non-pipelined reduce-scatter and allreduce algorithms, 2024; Jeaugey, PAT, 2025"
 
 
-def _gather_load(hosts: Hosts, aggregate: int | None = None) -> Iterator[Part]:
+def _gather_load(hosts: Hosts, aggregate: int | None = None) -> Iterator[LoadItem]:
     size = hosts.size
     for distance in (1 << step for step in reversed(range(ceil_log2(size)))):
         chunks = len(range(0, size - distance, 2 * distance))
         most = aggregate or chunks
-        yield Round(chunks // most, [shifted(size, distance, most)])
-        yield Round(int(chunks % most > 0), [shifted(size, distance, chunks % most)])
+        yield EqualSteps(chunks // most, [shifted(size, distance, most)])
+        yield EqualSteps(int(chunks % most > 0), [shifted(size, distance, chunks % most)])
 
 
-def _reduce_scatter_load(hosts: Hosts, aggregate: int | None = None) -> Iterator[Part]:
+def _reduce_scatter_load(hosts: Hosts, aggregate: int | None = None) -> Iterator[LoadItem]:
     yield from backwards(_gather_load(hosts, aggregate))
 
 

@@ -23,9 +23,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..closed_form_load import EqualSteps, LoadItem, MessageSet
 from ..cost_card import Card, floor_pow2
 from ..load import Hosts
-from ..moves import Move, Part, Round
 from ..registry import algorithm
 from ..steps import Step, WideStep
 from . import _butterfly as butterfly
@@ -55,14 +55,14 @@ def _gathered(n: int) -> int:
     return floor_pow2(surplus - 1) if surplus > 1 else 0
 
 
-def _load(hosts: Hosts) -> Iterator[Part]:
+def _load(hosts: Hosts) -> Iterator[LoadItem]:
     p = floor_pow2(hosts.size)
     surplus, places = hosts.size - p, np.arange(p)
     rank = places + np.minimum(places, surplus)
     if surplus:
-        odd = Move(1, 2 * surplus, -1, 1, 2, p // 2, reduce=True)
-        yield Round(1, [[odd, replace(odd, first=0, shift=1)]])
-        yield Round(1, [[replace(odd, reduce=False)]])
+        odd = MessageSet(1, 2 * surplus, -1, 1, 2, p // 2, reduce=True)
+        yield EqualSteps(1, [[odd, replace(odd, first=0, shift=1)]])
+        yield EqualSteps(1, [[replace(odd, reduce=False)]])
     for distance in halves(p):
         yield WideStep(Step(rank, rank[places ^ distance], places, reduce=True), distance)
     yield from (step.renumbered(rank) for step in binomial.gather(p))

@@ -17,9 +17,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ..closed_form_load import EqualSteps, LoadItem, MessageSet, exchanged
 from ..cost_card import Card, ceil_log2, floor_pow2
 from ..load import Hosts
-from ..moves import Move, Part, Round, exchanged
 from ..registry import algorithm
 from ..steps import Step
 from . import _butterfly as butterfly
@@ -27,20 +27,20 @@ from . import _butterfly as butterfly
 __all__: list[str] = []
 
 
-def _load(hosts: Hosts) -> Iterator[Part]:
+def _load(hosts: Hosts) -> Iterator[LoadItem]:
     size, p = hosts.size, floor_pow2(hosts.size)
-    yield Round(int(size > p), [[Move(p, size, -p, reduce=True)]])
-    yield from (Round(1, [exchanged(p, 1 << step, reduce=True)]) for step in range(ceil_log2(p)))
-    yield Round(int(size > p), [[Move(0, size - p, p)]])
+    yield EqualSteps(int(size > p), [[MessageSet(p, size, -p, reduce=True)]])
+    yield from (EqualSteps(1, [exchanged(p, 1 << step, reduce=True)]) for step in range(ceil_log2(p)))
+    yield EqualSteps(int(size > p), [[MessageSet(0, size - p, p)]])
 
 
-def _scan_load(hosts: Hosts, first: int = 0) -> Iterator[Part]:
+def _scan_load(hosts: Hosts, first: int = 0) -> Iterator[LoadItem]:
     for step in range(ceil_log2(max(hosts.size - first, 1))):
-        yield Round(1, [[Move(first, hosts.size - (1 << step), 1 << step, reduce=True)]])
+        yield EqualSteps(1, [[MessageSet(first, hosts.size - (1 << step), 1 << step, reduce=True)]])
 
 
-def _exclusive_scan_load(hosts: Hosts) -> Iterator[Part]:
-    yield Round(int(hosts.size > 1), [[Move(0, hosts.size - 1, 1)]])
+def _exclusive_scan_load(hosts: Hosts) -> Iterator[LoadItem]:
+    yield EqualSteps(int(hosts.size > 1), [[MessageSet(0, hosts.size - 1, 1)]])
     yield from _scan_load(hosts, 1)
 
 

@@ -22,24 +22,24 @@ from functools import partial
 
 import numpy as np
 
+from ..closed_form_load import EqualSteps, LoadItem, shifted
 from ..cost_card import Card
 from ..load import Hosts
-from ..moves import Part, Round, shifted
 from ..registry import algorithm
 from ..steps import Step
 
 __all__: list[str] = []
 
 
-# The load is for prices on any number of ranks and hosts: the steps below in closed form. See moves.py.
-def all_gather_load(hosts: Hosts, reduce: bool = False) -> list[Part]:
-    return [Round(hosts.size - 1, [shifted(hosts.size, 1, reduce=reduce)])]
+# The load is for prices on any number of ranks and hosts: the steps below in closed form. See closed_form_load.py.
+def all_gather_load(hosts: Hosts, reduce: bool = False) -> list[LoadItem]:
+    return [EqualSteps(hosts.size - 1, [shifted(hosts.size, 1, reduce=reduce)])]
 
 
 reduce_scatter_load = partial(all_gather_load, reduce=True)
 
 
-def all_reduce_load(hosts: Hosts) -> list[Part]:
+def all_reduce_load(hosts: Hosts) -> list[LoadItem]:
     return reduce_scatter_load(hosts) + all_gather_load(hosts)
 
 

@@ -24,9 +24,9 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from ..closed_form_load import EqualSteps, LoadItem, MessageSet, backwards
 from ..cost_card import Card, ceil_log2
 from ..load import Hosts
-from ..moves import Move, Part, Round, backwards
 from ..registry import algorithm
 from ..steps import Step
 from . import _butterfly as butterfly
@@ -45,13 +45,13 @@ def peers(p: int) -> list[NDArray[np.int64]]:
     return [(rank + sign * (1 - (-2) ** (step + 1)) // 3) % p for step in range(ceil_log2(p))]
 
 
-def _load(hosts: Hosts) -> Iterator[Part]:
+def _load(hosts: Hosts) -> Iterator[LoadItem]:
     size, p = hosts.size, even(hosts.size)
     gather = [*butterfly.swing_gather(p)]
-    yield Round(size - p, [[Move(p, size, -p, chunks=p, reduce=True)]])
+    yield EqualSteps(size - p, [[MessageSet(p, size, -p, chunks=p, reduce=True)]])
     yield from backwards(gather)
     yield from gather
-    yield Round(size - p, [[Move(0, size - p, p, chunks=p)]])
+    yield EqualSteps(size - p, [[MessageSet(0, size - p, p, chunks=p)]])
 
 
 EVEN = {"e": even, "E": lambda n: ceil_log2(even(n))}

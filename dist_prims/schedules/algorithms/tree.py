@@ -33,9 +33,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from ..closed_form_load import FEW_RANKS, Busiest, EqualSteps, LoadItem, MessageSet
 from ..cost_card import Card, ceil_log2
 from ..load import Hosts
-from ..moves import FEW_RANKS, Busiest, Move, Part, Round
 from ..registry import algorithm
 from ..steps import Step
 
@@ -93,7 +93,7 @@ def _pipeline(parent: Ints, first: int, chunks: int) -> Iterator[Step]:
         )
 
 
-def moves_by_level(size: int, reduce: bool) -> list[list[Move]]:
+def moves_by_level(size: int, reduce: bool) -> list[list[MessageSet]]:
     """For each level, from the leaves: if ``reduce``, the messages of children to parents, else to children.
 
     The children of a level are the ranks with the lowest set bit ``low``: low, 3 low, 5 low, ... Every second one has
@@ -104,13 +104,13 @@ def moves_by_level(size: int, reduce: bool) -> list[list[Move]]:
         low, last = 1 << step, size - (1 << step)
         last_to_the_right = last - 1 - (last - 1 - low) % (4 * low) if last > low else low - 4 * low
         odd_one = last_to_the_right + 4 * low
-        level = [Move(low, last, low, 1, 4 * low), Move(3 * low, size, -low, 1, 4 * low)]
-        level += [Move(odd_one, odd_one + 1, -low)] if odd_one < size else []
+        level = [MessageSet(low, last, low, 1, 4 * low), MessageSet(3 * low, size, -low, 1, 4 * low)]
+        level += [MessageSet(odd_one, odd_one + 1, -low)] if odd_one < size else []
         levels.append([replace(move, reduce=True) if reduce else move.backwards() for move in level])
     return levels
 
 
-def _double_tree_moves_by_level(size: int, reduce: bool) -> list[list[Move]]:
+def _double_tree_moves_by_level(size: int, reduce: bool) -> list[list[MessageSet]]:
     """:func:`moves_by_level` for both trees of a double tree."""
     if size % 2 == 0:
         return [[*level, *(move.mirrored(size) for move in level)] for level in moves_by_level(size, reduce)]
@@ -123,7 +123,7 @@ def _double_tree_moves_by_level(size: int, reduce: bool) -> list[list[Move]]:
     return both
 
 
-def _load(hosts: Hosts, chunks: int = CHUNKS, trees: int = 1) -> Iterator[Part]:
+def _load(hosts: Hosts, chunks: int = CHUNKS, trees: int = 1) -> Iterator[LoadItem]:
     size = hosts.size
     sent = min(size - 1, 3) if trees == 1 else min(size, 4) * (size > 1)  # messages of the busiest rank for each chunk
     yield Busiest(sent * chunks, sent * chunks, min(size - 1, 2) * chunks)
@@ -140,7 +140,7 @@ def _load(hosts: Hosts, chunks: int = CHUNKS, trees: int = 1) -> Iterator[Part]:
         # A parent has one child on each side, so a rank sends and receives at most one message in each direction.
         to_the_right = [move for move in active if move.shift > 0]
         to_the_left = [move for move in active if move.shift < 0]
-        yield Round(1, [to_the_right, to_the_left])
+        yield EqualSteps(1, [to_the_right, to_the_left])
 
 
 SOURCE = "Sanders, Speck and Träff, Two-tree algorithms, 2009; NCCL 2.4"

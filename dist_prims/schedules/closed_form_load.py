@@ -1,18 +1,18 @@
-"""The load of an algorithm in closed form: rounds of regular moves, whose crossings of hosts are counted by arithmetic.
+"""The load of an algorithm in closed form: what its busiest rank and host send, copy and reduce, without its steps.
 
-The messages of most steps form a regular set. A :class:`Move` is such a set: of the ranks ``first`` to ``last`` - 1,
-the ranks in the first ``block`` places of every ``stride`` send to the rank ``shift`` places further:
+The messages of most steps form regular sets. A :class:`MessageSet`: of the ranks ``first`` to ``last`` - 1, the ranks
+in the first ``block`` places of every ``stride`` send to the rank ``shift`` places further:
 
-    Move(0, 8, block=1, stride=2, shift=1)     0->1  2->3  4->5  6->7
-    Move(0, 8, block=2, stride=4, shift=2)     0->2  1->3  4->6  5->7
+    MessageSet(0, 8, block=1, stride=2, shift=1)     0->1  2->3  4->5  6->7
+    MessageSet(0, 8, block=2, stride=4, shift=2)     0->2  1->3  4->6  5->7
 
 The number of senders below a rank is a formula, so the number of messages that leave a host, or arrive at it, is a
-difference of two such numbers. The time of this calculation does not depend on the number of ranks. A :class:`Round`
-stands for any number of equal steps: the load of a ring is two rounds. The cost card of an algorithm yields such parts
-(``Card.load``), and :func:`load_of` adds them up to a :class:`~.load.Load`, whose columns are explained in
-:mod:`.load`. Example: 2 hosts of 2 ranks; a ring sends one chunk over each link in a step.
+difference of two such numbers. The time of this calculation does not depend on the number of ranks. The cost card of
+an algorithm yields items (``Card.load``): :class:`EqualSteps` for any number of steps with the same message sets, or
+another :data:`LoadItem`. :func:`load_of` adds them up to a :class:`~.load.Load`, whose columns are explained in
+:mod:`.load`. Example: 2 hosts of 2 ranks; a ring sends one chunk over each link in each of 6 steps.
 
->>> ring = load_of([Round(6, [shifted(4, 1)])], Hosts((2, 2)), share=0.25)
+>>> ring = load_of([EqualSteps(6, [shifted(4, 1)])], Hosts((2, 2)), share=0.25)
 >>> ring.steps, ring.busiest[:6].tolist()  # messages, messages between hosts, copied, reduced, link, crowded
 (6, [6.0, 6.0, 1.5, 0.0, 1.5, 0.0])
 """
@@ -37,10 +37,10 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Move:
+class MessageSet:
     """A regular set of messages; the module says what the first five numbers mean.
 
-    No rank sends two messages of one move, or receives two. ``chunks``: the length of each message; half a chunk stands
+    No rank sends two messages of one set, or receives two. ``chunks``: the length of each message; half a chunk stands
     for one chunk in every second step. ``reduce``: the receiver adds the chunks to its own.
     """
 
@@ -77,13 +77,13 @@ class Move:
         whole, rest = _divmod(place, self.stride)
         return self.first + whole * self.stride + np.minimum(rest, self.block - 1)
 
-    def backwards(self, reduce: bool = False) -> Move:
-        """The move in which the receivers send back."""
+    def backwards(self, reduce: bool = False) -> MessageSet:
+        """The set in which the receivers send back."""
         first, last = self.first + self.shift, self.last + self.shift
         return replace(self, first=first, last=last, shift=-self.shift, reduce=reduce)
 
-    def mirrored(self, size: int) -> Move:
-        """The move with rank ``size`` - 1 - r in place of each rank r; for blocks of one rank."""
+    def mirrored(self, size: int) -> MessageSet:
+        """The set with rank ``size`` - 1 - r in place of each rank r; for blocks of one rank."""
         count = max(-(-(self.last - self.first) // self.stride), 0)
         first = size - 1 - self.first - (count - 1) * self.stride
         return replace(self, first=first, last=size - self.first if count else first, shift=-self.shift)
@@ -96,18 +96,18 @@ def _divmod(place: Ints, stride: int) -> tuple[Ints, Ints]:
     return place >> (stride.bit_length() - 1), place & (stride - 1)
 
 
-def shifted(size: int, distance: int, chunks: float = 1, reduce: bool = False) -> list[Move]:
+def shifted(size: int, distance: int, chunks: float = 1, reduce: bool = False) -> list[MessageSet]:
     """Every rank sends to the rank ``distance`` places further, modulo ``size``.
 
     >>> [(move.first, move.last, move.shift) for move in shifted(5, 2)]
     [(0, 3, 2), (3, 5, -3)]
     """
     ahead = distance % size
-    moves = (Move(0, size - ahead, ahead), Move(size - ahead, size, ahead - size))
+    moves = (MessageSet(0, size - ahead, ahead), MessageSet(size - ahead, size, ahead - size))
     return [replace(move, chunks=chunks, reduce=reduce) for move in moves if move.shift]
 
 
-def exchanged(size: int, distance: int, chunks: float = 1, reduce: bool = False, first: int = 0) -> list[Move]:
+def exchanged(size: int, distance: int, chunks: float = 1, reduce: bool = False, first: int = 0) -> list[MessageSet]:
     """Each rank from ``first`` on sends to the rank whose number differs from its own in the bit ``distance``.
 
     ``size``: the rank after the last one. ``distance``: a power of two, which divides ``first`` and ``size``.
@@ -118,27 +118,27 @@ def exchanged(size: int, distance: int, chunks: float = 1, reduce: bool = False,
     starts = (first, first + distance)
     bit_clear, bit_set = starts if first % (2 * distance) == 0 else reversed(starts)
     return [
-        Move(bit_clear, size, distance, distance, 2 * distance, chunks, reduce),
-        Move(bit_set, size, -distance, distance, 2 * distance, chunks, reduce),
+        MessageSet(bit_clear, size, distance, distance, 2 * distance, chunks, reduce),
+        MessageSet(bit_set, size, -distance, distance, 2 * distance, chunks, reduce),
     ]
 
 
-def zigzag(size: int, distance: int, chunks: float = 1) -> list[Move]:
+def zigzag(size: int, distance: int, chunks: float = 1) -> list[MessageSet]:
     """Every even rank sends ``distance`` (odd) ranks up, every odd rank as far down, modulo ``size`` (even)."""
     up = distance % size
     senders = ((0, size - up, up), (size - up + 1, size, up - size), (1, up, size - up), (up, size, -up))
-    return [Move(first, last, shift, 1, 2, chunks) for first, last, shift in senders if first < last]
+    return [MessageSet(first, last, shift, 1, 2, chunks) for first, last, shift in senders if first < last]
 
 
-class Round(NamedTuple):
-    """``times`` equal steps, in which the moves of all ``groups`` happen at once.
+class EqualSteps(NamedTuple):
+    """``times`` equal steps, in which the message sets of all ``groups`` happen at once.
 
     Within a group the busiest rank sends one message and receives one; the groups add up: a rank that sends in each of
     two groups has two messages in a step.
     """
 
     times: int
-    groups: Sequence[Sequence[Move]]
+    groups: Sequence[Sequence[MessageSet]]
 
 
 class AllPairs(NamedTuple):
@@ -166,7 +166,7 @@ class Busiest(NamedTuple):
 
 
 class _Traffic(NamedTuple):
-    """The messages of a move by host: an array with a number for each host."""
+    """The messages of a set by host: an array with a number for each host."""
 
     stay: Ints  # messages whose sender and receiver are on the host
     leave: Ints  # messages from the host to others
@@ -179,7 +179,7 @@ class _Traffic(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _traffic(ranks: tuple[int, int, int, int, int], hosts: Hosts) -> _Traffic:
-    move = Move(*ranks)
+    move = MessageSet(*ranks)
     begin, end, shift = hosts.begins, hosts.ends, move.shift
     # 1. The receivers on a host are begin..end-1, so their senders are begin-shift..end-shift-1.
     low, high = np.maximum(begin, begin - shift), np.minimum(end, end - shift)  # senders here, with receivers here
@@ -222,8 +222,8 @@ def _row(step: _StepLoad, hosts: Hosts) -> Floats:
     return row
 
 
-def _load_of_moves(groups: Sequence[Sequence[Move]], hosts: Hosts) -> _StepLoad:
-    """The load of one step of a round."""
+def _load_of_sets(groups: Sequence[Sequence[MessageSet]], hosts: Hosts) -> _StepLoad:
+    """The load of one of the equal steps in which the message sets of all groups happen at once."""
     number = len(hosts.ranks)
     busiest, sums = np.zeros(LINK), np.zeros((8 if hosts.has_cores else 3, number))
     lowest, highest = np.full(number, number), np.full(number, -1)  # of the hosts that send to each host
@@ -287,13 +287,13 @@ def _load_of_counted(step: Step, hosts: Hosts) -> _StepLoad:
 
 FEW_RANKS = 64  # up to this number of ranks, cards may yield each step; an algorithm in many chunks is counted
 
-Part = Round | AllPairs | Star | Step | Busiest | Load
+LoadItem = EqualSteps | AllPairs | Star | Step | Busiest | Load
 
 
-def load_of(parts: Iterable[Part], hosts: Hosts, share: float) -> Load:
-    """The load of an algorithm from the parts that its card yields, for chunks that are ``share`` of the data.
+def load_of(items: Iterable[LoadItem], hosts: Hosts, share: float) -> Load:
+    """The load of an algorithm from the items that its card yields, for chunks that are ``share`` of the data.
 
-    Unless a part is a :class:`Busiest`, the same rank is assumed to be the busiest in each step. A part that is a
+    Unless an item is a :class:`Busiest`, the same rank is assumed to be the busiest in each step. An item that is a
     :class:`~.load.Load` is a phase whose load is known.
     """
     times: list[int] = []
@@ -301,15 +301,15 @@ def load_of(parts: Iterable[Part], hosts: Hosts, share: float) -> Load:
     phases: list[Load] = []
     rank, sums = np.zeros(LINK), np.zeros((8 if hosts.has_cores else 3, len(hosts.ranks)))  # of all steps together
     busiest: Busiest | None = None
-    known: dict[int, tuple[Any, _StepLoad]] = {}  # of groups that several rounds have
-    # 1. Each part gives rows, a known load, or the busiest rank.
-    for part in parts:
-        if isinstance(part, Load):
-            phases.append(part)
-        elif isinstance(part, Busiest):
-            busiest = part
-        elif not isinstance(part, Round) or part.times > 0:
-            repeats, step = _load_of_part(part, hosts, known)
+    known: dict[int, tuple[Any, _StepLoad]] = {}  # of groups that several items have
+    # 1. Each item gives rows, a known load, or the busiest rank.
+    for item in items:
+        if isinstance(item, Load):
+            phases.append(item)
+        elif isinstance(item, Busiest):
+            busiest = item
+        elif not isinstance(item, EqualSteps) or item.times > 0:
+            repeats, step = _load_of_item(item, hosts, known)
             times.append(repeats)
             rows.append(_row(step, hosts))
             rank += repeats * step.rank
@@ -330,28 +330,28 @@ def load_of(parts: Iterable[Part], hosts: Hosts, share: float) -> Load:
     return Load.joined([own, *phases]) if phases else own
 
 
-def _load_of_part(
-    part: Round | AllPairs | Star | Step, hosts: Hosts, known: dict[int, tuple[Any, _StepLoad]]
+def _load_of_item(
+    item: EqualSteps | AllPairs | Star | Step, hosts: Hosts, known: dict[int, tuple[Any, _StepLoad]]
 ) -> tuple[int, _StepLoad]:
     """The number of equal steps, and the load of one. ``known`` has the results by the identity of the groups."""
-    match part:
-        case Round():
-            if id(part.groups) not in known:  # the groups are kept too, so that no other object gets their identity
-                known[id(part.groups)] = part.groups, _load_of_moves(part.groups, hosts)
-            return part.times, known[id(part.groups)][1]
+    match item:
+        case EqualSteps():
+            if id(item.groups) not in known:  # the groups are kept too, so that no other object gets their identity
+                known[id(item.groups)] = item.groups, _load_of_sets(item.groups, hosts)
+            return item.times, known[id(item.groups)][1]
         case AllPairs():
-            return 1, _load_of_all_pairs(part, hosts)
+            return 1, _load_of_all_pairs(item, hosts)
         case Star():
-            return 1, _load_of_star(part, hosts)
+            return 1, _load_of_star(item, hosts)
         case Step():
-            return 1, _load_of_counted(part, hosts)
+            return 1, _load_of_counted(item, hosts)
 
 
-def backwards(parts: Iterable[Part], reduce: bool = True) -> Iterator[Part]:
-    """The rounds from the last to the first, with receivers that send back: a reduce-scatter from an all-gather."""
-    for part in reversed([*parts]):
-        assert isinstance(part, Round)
-        yield Round(part.times, [[move.backwards(reduce) for move in group] for group in part.groups])
+def backwards(items: Iterable[LoadItem], reduce: bool = True) -> Iterator[LoadItem]:
+    """The items from the last to the first, with receivers that send back: a reduce-scatter from an all-gather."""
+    for item in reversed([*items]):
+        assert isinstance(item, EqualSteps)
+        yield EqualSteps(item.times, [[move.backwards(reduce) for move in group] for group in item.groups])
 
 
 def side_by_side(loads: Sequence[Load], copies: Sequence[int] | None = None) -> Load:
