@@ -11,7 +11,7 @@ communication in a call ends the pipeline: all ranks raise, and make it again.
 - its sends return at once; ``finish()`` waits for them at the end of a call;
 - its receives wait for the message. They raise StageFailedError if the sender has sent an error instead, and another
   CommError after the timeout of the group, or if a rank has left the group;
-- no rank waits for ever for a message, whatever the plan: all ranks post their receives in one order;
+- the messages of a plan cannot deadlock: all ranks post their receives in one order;
 - ``end()`` leaves the group of the messages, so that all ranks that wait for this rank raise.
 """
 
