@@ -120,7 +120,7 @@ def _recommended(
     the process with the same hosts and cost figures share it, until an algorithm is registered: ``_version`` counts.
     """
     nbytes = max(low * 1.5, 1)
-    candidates = recommend(collective, nbytes, topology, only_built_in=only_built_in).candidates
+    candidates = recommend(collective, nbytes, topology, only_best=True, only_built_in=only_built_in).candidates
     best = candidates[0]
     choice = _Choice(best.schedule.algorithm, best.schedule.parameters, best.segments)
     if collective in EXCHANGES:  # direct messages, unless another schedule is much faster

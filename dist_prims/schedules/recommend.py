@@ -109,7 +109,7 @@ def recommend(
     if not ranked:
         raise ValueError(f"recommend({collective!r}, {nbytes!r}): no algorithm has a price; the warnings say why")
     near = [candidate for candidate in ranked if candidate.seconds <= ranked[0].seconds * (1 + _TOLERANCE)]
-    if topology.size <= _MOST_RANKS_FOR_TIES:
+    if len(near) > 1 and topology.size <= _MOST_RANKS_FOR_TIES:
         near.sort(key=lambda each: _preference(each, topology))
     ranked[: len(near)] = near
     return Advice(tuple(ranked), bound(collective, nbytes, topology))
@@ -125,9 +125,11 @@ def _use_of_links(schedule: Schedule, topology: Topology) -> tuple[int, int]:
     reached = np.zeros((hosts, hosts), np.bool_)
     for step in schedule.steps:
         messages, _ = step.narrow
-        to, by = np.divmod(np.unique(host_of[messages.dst] * hosts + host_of[messages.src]), hosts)
-        fan_in = max(fan_in, int(np.bincount(to[to != by], minlength=1).max()))
-        reached[by, to] |= to != by
+        sends = np.zeros((hosts, hosts), np.bool_)  # from the host of the row to the host of the column
+        sends[host_of[messages.src], host_of[messages.dst]] = True
+        np.fill_diagonal(sends, False)
+        fan_in = max(fan_in, int(sends.sum(axis=0).max()))
+        reached |= sends
     return fan_in, int(reached.sum(axis=1).max())
 
 

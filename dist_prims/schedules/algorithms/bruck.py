@@ -122,6 +122,7 @@ def _hop(size: int, distance: int, radix: int) -> Step:
         into = np.where(will_hop, 2 * size + i, size + (dst - i) % size)
         return Step(src, dst, chunk, into=into)
 
-    digits, count = np.unique(digit, return_counts=True)
+    count = np.bincount(digit)  # np.unique() would import numpy.ma, which takes longer than the choice of a schedule
+    digits = np.flatnonzero(count)
     src, far = np.repeat(rank, len(digits)), np.tile(digits * distance, size)
-    return CountedStep(Step(src, (src + far) % size, np.zeros_like(src)), np.tile(count, size), rows)
+    return CountedStep(Step(src, (src + far) % size, np.zeros_like(src)), np.tile(count[digits], size), rows)
