@@ -17,7 +17,7 @@ from ..schedules.contract import ROOTED
 from ..schedules.host_order import HostOrder
 from ..schedules.piggyback import added_seconds
 from ..schedules.program import RankSchedule
-from ..schedules.recommend import EXCHANGES, MUCH_SHORTER, recommend
+from ..schedules.recommend import MUCH_SHORTER, PERSONALIZED, recommend
 from ..schedules.registry import version
 from ..schedules.topology import Topology
 from ..schedules.trust import evaluated
@@ -123,7 +123,7 @@ def _recommended(
     candidates = recommend(collective, nbytes, topology, only_best=True, only_built_in=only_built_in).candidates
     best = candidates[0]
     choice = _Choice(best.schedule.algorithm, best.schedule.parameters, best.segments)
-    if collective in EXCHANGES:  # direct messages, unless another schedule is much faster
+    if collective in PERSONALIZED:  # direct messages, unless another schedule is much faster
         direct = next((candidate for candidate in candidates if candidate.name == "direct"), best)
         if best.seconds >= MUCH_SHORTER * direct.seconds:
             choice, best = _to_receivers(collective, topology, low), direct

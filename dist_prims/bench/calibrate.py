@@ -170,7 +170,7 @@ class _Bench:
         return float(spent)
 
 
-def _exchange(size: int, src: Ints | list[int], dst: Ints | list[int], steps: int, reduce: bool = False) -> Schedule:
+def _repeat_step(size: int, src: Ints | list[int], dst: Ints | list[int], steps: int, reduce: bool = False) -> Schedule:
     """A schedule of ``size`` ranks in which src[i] sends its chunk to dst[i] in each of ``steps`` steps, where dst[i]
     adds it if ``reduce``, or else stores it in a spare chunk. Its result has no meaning."""
     nth = [list(dst[:number]).count(to) for number, to in enumerate(dst)]  # a rank with several senders: a chunk each
@@ -195,7 +195,7 @@ class _Probes:
         self.most = int(self.hosts.max())  # the ranks of the host with the most
         boots = gather_values(boot_id(), None)
         self.one_machine = len(set(boots)) == 1 and len(self.hosts) > 1
-        self.probes = {"nothing": _Timed(_exchange(bench.size, [], [], 0), 1, _SMALL)}
+        self.probes = {"nothing": _Timed(_repeat_step(bench.size, [], [], 0), 1, _SMALL)}
         self._add("small from all", self.ranks, self._neighbours(int(len(self.hosts) > 1)), _SMALL)
         if self.most > 1:
             self._add_inside()
@@ -247,7 +247,7 @@ class _Probes:
     def _add(self, name: str, src: Ints, dst: Ints, nbytes: int, reduce: bool = False) -> None:
         """Add a probe in each step of which each rank of ``src`` sends ``nbytes`` to the rank in ``dst``."""
         steps = _STEPS[nbytes]
-        schedule = _exchange(self.bench.size, src, dst, steps, reduce)
+        schedule = _repeat_step(self.bench.size, src, dst, steps, reduce)
         self.probes[name] = _Timed(schedule, 1, nbytes, steps=steps)
 
     def _add_inside(self) -> None:

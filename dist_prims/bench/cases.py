@@ -94,7 +94,7 @@ def _scattered(n: int, size: int) -> tuple[int, int]:
     return _share(n, size) * size, _share(n, size)
 
 
-def _exchanged(n: int, size: int) -> tuple[int, int]:
+def _blocks_for_all(n: int, size: int) -> tuple[int, int]:
     return _share(n, size) * size, _share(n, size) * size
 
 
@@ -115,7 +115,7 @@ def _wrong_scatter(b: Buffers, round: int) -> int:
     return _differ(b.output, b.total(round, len(b.output), b.rank * len(b.output)))
 
 
-def _wrong_exchange(b: Buffers, round: int) -> int:
+def _wrong_all_to_all(b: Buffers, round: int) -> int:
     length = len(b.output) // b.size
     return sum(_differ(b.block(rank), b.value(rank, round, length, b.rank * length)) for rank in range(b.size))
 
@@ -218,10 +218,10 @@ CASES: dict[str, Case] = {
         _part,
     ),
     "all_to_all": Case(
-        _exchanged,
+        _blocks_for_all,
         lambda b, **how: ours.all_to_all(b.output, b.input, **how),
         lambda b, group: dist.all_to_all_single(b.output, b.input, group=group),
-        _wrong_exchange,
+        _wrong_all_to_all,
         _part,
     ),
     "barrier": Case(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..schedules.piggyback import added_seconds, fits
-from ..schedules.recommend import EXCHANGES, MUCH_SHORTER, recommend
+from ..schedules.recommend import MUCH_SHORTER, PERSONALIZED, recommend
 from ..schedules.recommendation_report import describe_answer, describe_question
 from ..schedules.topology import Level, Topology
 from ..units import format_duration, parse_bytes, parse_duration, parse_link_speed
@@ -59,9 +59,9 @@ def _how_to_run(collective: str, hosts: int, algorithm: str) -> str:
     """A sentence that says whether the backend uses the recommendation automatically."""
     if hosts > 1 and collective not in _WITHOUT_CHOICE:
         figures = "from the file that `bench calibrate` writes, or else of the link as measured when a group is made"
-        chooses = f"The backend dist_prims chooses by the same prices, {figures}"
+        choice = f"The backend dist_prims chooses by the same prices, {figures}"
         shorter = f"unless another algorithm takes {MUCH_SHORTER} of that time"
-        return f"{chooses}{f', but sends each block straight to its receiver {shorter}' * (collective in EXCHANGES)}."
+        return f"{choice}{f', but sends each block straight to its receiver {shorter}' * (collective in PERSONALIZED)}."
     by_hand = f"dist_prims.{collective}(..., algorithm={algorithm!r}) uses this algorithm on any backend"
     if collective in _WITHOUT_CHOICE:
         return f"The backend dist_prims uses no schedule for {collective}; {by_hand.replace('exclusive_', '')}."

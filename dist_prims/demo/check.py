@@ -103,7 +103,7 @@ def _own_block_of_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 _to_block = partial(_into, lambda tensor: tensor.new_zeros(_COUNT))
 _to_all_blocks = partial(_into, lambda tensor: tensor.new_zeros(len(tensor) * dist.get_world_size()))
-_exchange = partial(_into, torch.zeros_like)
+_to_each_rank = partial(_into, torch.zeros_like)
 
 # For each collective, the form of the call, the function of dist_prims, and the reference: the call of the group.
 _CASES: dict[str, tuple[Function, Function, Function]] = {
@@ -114,7 +114,7 @@ _CASES: dict[str, tuple[Function, Function, Function]] = {
     "reduce": (_to_root, ours.reduce, partial(_to_root, dist.reduce)),
     "gather": (_gather, ours.gather, partial(_gather, dist.gather)),
     "scatter": (_scatter, ours.scatter, partial(_scatter, dist.scatter)),
-    "all_to_all": (_exchange, ours.all_to_all, partial(_exchange, dist.all_to_all_single)),
+    "all_to_all": (_to_each_rank, ours.all_to_all, partial(_to_each_rank, dist.all_to_all_single)),
     "barrier": (_barrier, ours.barrier, partial(_barrier, dist.barrier)),
     "scan": (_in_place, ours.scan, lambda tensor: _prefix(tensor, dist.get_rank() + 1)),
     "exclusive_scan": (

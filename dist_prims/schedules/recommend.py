@@ -32,10 +32,10 @@ __all__: list[str] = []
 _TOLERANCE = 0.05  # a smaller relative difference of two prices is not significant
 _MOST_RANKS_FOR_TIES = 256
 
-# In these collectives a rank can send each block straight to its receiver. The prediction adds the latencies of all
-# messages of a rank, although the messages of a direct exchange are in flight at once. So the backend chooses an
-# algorithm that forwards blocks only if it is much shorter: if its predicted time is less than this share of direct's.
-EXCHANGES = ("all_to_all", "gather", "scatter")
+# In these collectives each block has one receiver, to which the algorithm "direct" sends it. The prediction adds the
+# latencies of all messages of a rank, although the messages of "direct" are in flight at once. So the backend chooses
+# an algorithm that forwards blocks only if its predicted time is less than this share of the time of "direct".
+PERSONALIZED = ("all_to_all", "gather", "scatter")
 MUCH_SHORTER = 0.6
 
 # Hierarchical collectives for hosts of any sizes, and the collectives within a host that the parameter inner names.
@@ -160,14 +160,14 @@ class _Search:
     def candidates(self) -> list[Candidate]:
         topology = self.topology
         found: list[Candidate] = []
-        if self.collective in EXCHANGES:
+        if self.collective in PERSONALIZED:
             found += self._priced([("direct", {})])
             if self.only_best and found:  # the backend chooses another schedule only if it is much shorter
                 self.shortest = MUCH_SHORTER * found[0].seconds
         equal, several = len(set(topology.hosts)) == 1, len(topology.hosts) > 1 < max(topology.hosts)
         flat = []
         for each in self._flat_algorithms():
-            if each.name != "direct" or self.collective not in EXCHANGES:
+            if each.name != "direct" or self.collective not in PERSONALIZED:
                 one_chunk = [{"chunks": 1}] if "chunks" in each.parameters else []
                 flat += [(each.name, parameters) for parameters in ({}, *one_chunk, *each.variants)]
         if several and (self.collective in _WITHIN or (equal and "hierarchical" in algorithms(self.collective))):

@@ -17,7 +17,7 @@ from ..agreement import check_lists, gather_values
 from ..collectives import all_reduce
 from ..collectives.call import group_of
 from ..collectives.flat import cut
-from .gradients.bucket_layout import plan
+from .gradients.bucket_layout import fill_buckets
 from .gradients.gradient_presence import DENSE, SPARSE, kind_of
 from .gradients.initial_sync import dtensor_problem
 
@@ -58,7 +58,7 @@ def average_gradients(
         )
     taking_part = [parameter for (_, parameter), kind in zip(named, kinds, strict=True) if kind == DENSE]
     options = {"algorithm": algorithm, "segment_bytes": segment_bytes}
-    for numbers in plan(taking_part, range(len(taking_part)), int(bucket_mb * 2**20)):
+    for numbers in fill_buckets(taking_part, range(len(taking_part)), int(bucket_mb * 2**20)):
         _average([taking_part[number] for number in numbers], group, options)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dist_prims.schedules import build
 from dist_prims.schedules.contract import COLLECTIVES
 from dist_prims.schedules.load import Hosts, StepCount
-from dist_prims.schedules.recommend import EXCHANGES, MUCH_SHORTER, Candidate, recommend
+from dist_prims.schedules.recommend import MUCH_SHORTER, PERSONALIZED, Candidate, recommend
 from dist_prims.schedules.registry import algorithms
 from dist_prims.schedules.steps import CountedStep, Step, WideStep
 from dist_prims.schedules.topology import Level, Topology
@@ -40,7 +40,7 @@ def test_the_best_of_all_is_found_without_pricing_all(topology: Topology, collec
 def _chosen(collective: str, candidates: Sequence[Candidate]) -> tuple[str, int]:
     """Name and segments of what the backend chooses: an exchange is direct unless the best takes much less time."""
     best = candidates[0]
-    if collective in EXCHANGES:
+    if collective in PERSONALIZED:
         direct = next(each for each in candidates if each.name == "direct")
         best = direct if best.seconds >= MUCH_SHORTER * direct.seconds else best
     return best.name, best.segments

@@ -15,7 +15,7 @@ from averaging import spawn
 
 from dist_prims.training.compression import TopK
 from dist_prims.training.gradients import Bucket, GradientAverager
-from dist_prims.training.gradients.bucket_layout import plan
+from dist_prims.training.gradients.bucket_layout import fill_buckets
 
 
 class Doubling:
@@ -156,7 +156,7 @@ def test_a_plan_has_every_parameter_once_and_keeps_to_its_limit() -> None:
     parameters = [torch.ones(n, dtype=[torch.float32, torch.float64][n % 2]) for n in (3, 0, 5, 70, 1, 2, 4, 4)]
     for limit in (1, 16, 40, 10_000):
         for order in (range(8), [7, 3, 1, 0, 2, 6, 5, 4]):
-            members = plan(parameters, order, limit)
+            members = fill_buckets(parameters, order, limit)
             assert sorted(number for numbers in members for number in numbers) == [*range(8)]
             ends = []
             for numbers in members:

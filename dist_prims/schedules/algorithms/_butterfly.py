@@ -57,7 +57,7 @@ def _active_chunks(peers: Sequence[Ints], blocks: Bools) -> list[Bools]:
     return active[::-1]
 
 
-def _exchange(peer: Ints, after: Bools, reduce: bool) -> Step:
+def _exchange_with_peers(peer: Ints, after: Bools, reduce: bool) -> Step:
     """The exchange of every rank with its peer; ``after``: the active chunks after this step of the reduce-scatter.
 
     A reducing rank sends the chunks that its peer keeps and it does not keep itself. A gathering rank sends the chunks
@@ -77,13 +77,13 @@ def _exchange(peer: Ints, after: Bools, reduce: bool) -> Step:
 def reduce_scatter(peers: Sequence[Ints], blocks: Bools) -> Iterator[Step]:
     """Reduce-scatter: rank r ends with the chunks that blocks[r] marks, reduced over all ranks of the butterfly."""
     for peer, after in zip(peers, _active_chunks(peers, blocks)[1:], strict=True):
-        yield _exchange(peer, after, reduce=True)
+        yield _exchange_with_peers(peer, after, reduce=True)
 
 
 def gather(peers: Sequence[Ints], blocks: Bools) -> Iterator[Step]:
     """All-gather: rank r begins with the chunks that blocks[r] marks; every rank of the butterfly ends with all."""
     for peer, after in reversed(list(zip(peers, _active_chunks(peers, blocks)[1:], strict=True))):
-        yield _exchange(peer, after, reduce=False)
+        yield _exchange_with_peers(peer, after, reduce=False)
 
 
 def all_reduce(size: int, p: int, peers: Sequence[Ints]) -> Iterator[Step]:

@@ -47,7 +47,7 @@ def _gather_load(hosts: Hosts, radix: int) -> Iterator[LoadItem]:
         )
 
 
-def _exchange_load(hosts: Hosts, radix: int) -> Iterator[LoadItem]:
+def _all_to_all_load(hosts: Hosts, radix: int) -> Iterator[LoadItem]:
     size = hosts.size
     way = np.arange(size)
     for distance in distances(size, radix):
@@ -91,7 +91,7 @@ def _gather_step(size: int, before: int, after: int) -> Step:
         "small blocks",
         SOURCE,
         {"b": lambda n: sum(i.bit_count() for i in range(n))},
-        _exchange_load,
+        _all_to_all_load,
     ),
     variants=[{"radix": 3}, {"radix": 4}, {"radix": 8}],
 )

@@ -30,7 +30,7 @@ def _pairs(size: int) -> tuple[np.ndarray, np.ndarray]:
     return np.tile(np.arange(size), size), np.repeat(np.arange(size), size)
 
 
-def _exchange_load(hosts: Hosts) -> list[LoadItem]:
+def _all_pairs_load(hosts: Hosts) -> list[LoadItem]:
     return [AllPairs()] if hosts.size > 1 else []
 
 
@@ -57,7 +57,7 @@ def _add_in_rank_order(size: int) -> Step:
         "2*(n-1)/n",
         "shared memory, one switch",
         SOURCE,
-        load=lambda hosts: _reduce_load(hosts) + _exchange_load(hosts),
+        load=lambda hosts: _reduce_load(hosts) + _all_pairs_load(hosts),
     ),
 )
 def two_shot(size: int) -> Iterator[Step]:
@@ -75,7 +75,7 @@ def reduce_scatter(size: int) -> Iterator[Step]:
 @algorithm(
     "all_gather",
     name="direct",
-    card=Card("min(n-1, 1)", "(n-1)/n", "one switch, small data", SOURCE, load=_exchange_load),
+    card=Card("min(n-1, 1)", "(n-1)/n", "one switch, small data", SOURCE, load=_all_pairs_load),
 )
 def all_gather(size: int) -> Iterator[Step]:
     if size > 1:
@@ -101,7 +101,7 @@ def scatter(size: int, root: int = 0) -> Iterator[Step]:
         yield Step(src=root, dst=others, chunk=others)
 
 
-def _part(size: int, rank: int) -> Iterator[Step]:
+def _rows_of_rank(size: int, rank: int) -> Iterator[Step]:
     """The rows of ``all_to_all`` in which a rank sends or receives, in their order: dst ascends, then src."""
     every = np.arange(size)
     before, after = every[:rank], every[rank + 1 :]
@@ -111,7 +111,10 @@ def _part(size: int, rank: int) -> Iterator[Step]:
 
 
 @algorithm(
-    "all_to_all", name="direct", card=Card("1", "(n-1)/n", "one switch", SOURCE, load=_exchange_load), part=_part
+    "all_to_all",
+    name="direct",
+    card=Card("1", "(n-1)/n", "one switch", SOURCE, load=_all_pairs_load),
+    part=_rows_of_rank,
 )
 def all_to_all(size: int) -> Iterator[Step]:
     src, dst = _pairs(size)

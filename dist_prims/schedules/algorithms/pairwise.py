@@ -18,7 +18,7 @@ from ..steps import Step
 __all__: list[str] = []
 
 
-def _part(size: int, rank: int) -> Iterator[Step]:
+def _rows_of_rank(size: int, rank: int) -> Iterator[Step]:
     """The rows of ``all_to_all`` that concern one rank, in their order in each step."""
     keep = Step(src=rank, dst=rank, chunk=rank, into=size + rank)
     if size == 1:
@@ -54,7 +54,7 @@ def _load(hosts: Hosts) -> Iterator[LoadItem]:
     "all_to_all",
     name="pairwise",
     card=Card("max(n-1, 1)", "(n-1)/n", "large blocks", "Thakur, Rabenseifner and Gropp 2005", load=_load),
-    part=_part,
+    part=_rows_of_rank,
 )
 def all_to_all(size: int) -> Iterator[Step]:
     rank = np.arange(size)

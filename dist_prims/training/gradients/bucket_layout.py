@@ -29,14 +29,13 @@ class BucketLayout:
     place: dict[int, tuple[int, torch.Tensor]]  # of each parameter: its bucket, and its gradient there
 
 
-def plan(parameters: Sequence[torch.Tensor], order: Sequence[int], limit: int) -> list[list[int]]:
-    """Parameters by bucket: of one dtype and device, in the order given, up to ``limit`` bytes but at least one.
+def fill_buckets(parameters: Sequence[torch.Tensor], order: Sequence[int], limit: int) -> list[list[int]]:
+    """The numbers of the parameters in each bucket: of one dtype and device, in the order of ``order``, with at most
+    ``limit`` bytes, or one parameter. Buckets are in the order in which they are full.
 
-    Buckets are in the order in which they are full.
-
-    >>> plan([torch.ones(2), torch.ones(2), torch.ones(2).double()], [2, 1, 0], limit=8)
+    >>> fill_buckets([torch.ones(2), torch.ones(2), torch.ones(2).double()], [2, 1, 0], limit=8)
     [[2], [1], [0]]
-    >>> plan([torch.ones(2), torch.ones(2).double(), torch.ones(2)], [0, 1, 2], limit=16)
+    >>> fill_buckets([torch.ones(2), torch.ones(2).double(), torch.ones(2)], [0, 1, 2], limit=16)
     [[1], [0, 2]]
     """
     buckets: list[tuple[int, list[int]]] = []  # of each the place in ``order`` at which it is full, and its parameters

@@ -17,7 +17,7 @@ from ...tracing import recorder
 from ...tracing.session import begin_trace_of_environment
 from ..compression.compressor import Compressor, Exact
 from ..incremental_reduce import IncrementalSum
-from .bucket_layout import BucketLayout, lay_out, our_backend, plan
+from .bucket_layout import BucketLayout, fill_buckets, lay_out, our_backend
 
 __all__: list[str] = []
 
@@ -45,7 +45,7 @@ class BucketSender:
             order: the numbers of the parameters, in the expected order of their gradients.
             last: the numbers of parameters whose buckets are sent after all others.
         """
-        members = plan(self._parameters, order, self._limit) + plan(self._parameters, last, self._limit)
+        members = fill_buckets(self._parameters, order, self._limit) + fill_buckets(self._parameters, last, self._limit)
         if members != self.layout.members:
             # The gradient of a parameter that is in no bucket from now on must not keep the memory of its old bucket.
             for number in {*self.layout.place} - {*order, *last}:
