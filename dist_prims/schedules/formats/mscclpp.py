@@ -36,13 +36,13 @@ _CONTROL = {"signal", "rlxsignal", "wait", "rlxwait", "flush", "sem_release", "s
 class _Block:
     """Adds the operations of a thread block to the graph.
 
-    ``sync``: the operation at which all threads met last. ``since``: the operations since then. ``lanes``: the last
-    operation of each thread that signals or waits. ``last``: what the next operation waits for.
+    ``sync``: the operation at which all threads met last. ``since``: the operations since then. ``last_of_thread``:
+    the last operation of each thread that signals or waits. ``last``: what the next operation waits for.
     """
 
     def __init__(self, reader: PlanState, rank: int, number: int, block: Any) -> None:
         self.reader, self.graph, self.rank, self.number, self.block = reader, reader.graph, rank, number, block
-        self.sync, self.since, self.lanes = reader.start[rank], list[int](), dict[int, int]()
+        self.sync, self.since, self.last_of_thread = reader.start[rank], list[int](), dict[int, int]()
         self.last: list[int] = []
         self.rounds: dict[int, int] = defaultdict(int)
 
@@ -78,12 +78,12 @@ class _Block:
             counts.append(field(op, "num_threadblocks", int))
             self._meet(number)
         elif kind.startswith("sem_"):
-            for lane, index in enumerate(field_list(op, "semaphore_ids", int)):
+            for thread, index in enumerate(field_list(op, "semaphore_ids", int)):
                 ends = self.reader.signals if kind == "sem_release" else self.reader.waits
-                ends["semaphore", self.rank, index].append((self._control(name, lane), False))
+                ends["semaphore", self.rank, index].append((self._control(name, thread), False))
         elif kind in _CONTROL:
-            for lane, index in enumerate(field_list(op, "channel_ids", int)):
-                self._signal_or_wait(kind, self._channel(op, index), lane, name)
+            for thread, index in enumerate(field_list(op, "channel_ids", int)):
+                self._signal_or_wait(kind, self._channel(op, index), thread, name)
         elif op.get("channel_type") == "port":
             self._put_by_proxy(kind, op, name)
         else:
@@ -93,12 +93,12 @@ class _Block:
         """All threads wait for each other in an operation."""
         for each in (self.sync, *self.since):
             self.graph.order(each, number)
-        self.sync, self.since, self.lanes, self.last = number, [], {}, [number]
+        self.sync, self.since, self.last_of_thread, self.last = number, [], {}, [number]
 
-    def _control(self, name: str, lane: int, after: Iterable[int] = ()) -> int:
+    def _control(self, name: str, thread: int, after: Iterable[int] = ()) -> int:
         """Add an operation of one thread."""
-        number = self.graph.add(Operation(name), [self.lanes.get(lane, self.sync), *after], self.last)
-        self.lanes[lane] = number
+        number = self.graph.add(Operation(name), [self.last_of_thread.get(thread, self.sync), *after], self.last)
+        self.last_of_thread[thread] = number
         self.since.append(number)
         self.last = [number]
         return number
@@ -110,17 +110,17 @@ class _Block:
         ids = [each for one in lists for each in field_list(one, "channel_ids", int)]
         return kind, *self.reader.channel(self.rank, kind, element(ids, index, f"{kind} channel"))
 
-    def _signal_or_wait(self, kind: str, channel: tuple[str, int, int, int], lane: int, name: str) -> None:
+    def _signal_or_wait(self, kind: str, channel: tuple[str, int, int, int], thread: int, name: str) -> None:
         by, rank, peer, number = channel
         relaxed = kind.startswith("rlx") and by == "memory"  # a proxy knows no relaxed signals
         if kind.endswith("wait"):
-            self.reader.waits[by, peer, rank, number].append((self._control(name, lane), relaxed))
+            self.reader.waits[by, peer, rank, number].append((self._control(name, thread), relaxed))
         elif kind == "flush":
-            self._control(name, lane, [self.reader.proxies[channel]] if channel in self.reader.proxies else [])
+            self._control(name, thread, [self.reader.proxies[channel]] if channel in self.reader.proxies else [])
         elif by == "port":
-            self._proxy(channel, self._control(name, lane), Operation(name), signals=True)
+            self._proxy(channel, self._control(name, thread), Operation(name), signals=True)
         else:
-            self.reader.signals[channel].append((self._control(name, lane), relaxed))
+            self.reader.signals[channel].append((self._control(name, thread), relaxed))
 
     def _proxy(self, channel: tuple[str, int, int, int], issue: int, operation: Operation, *, signals: bool) -> None:
         """Add an operation of the proxy of a port channel."""
@@ -136,15 +136,15 @@ class _Block:
             raise ValueError(
                 "over a port, only put, pws and pwsf with a channel for each pair of buffers can be proved"
             )
-        for lane, (src, dst, index) in enumerate(zip(sources, targets, channels, strict=True)):
+        for thread, (src, dst, index) in enumerate(zip(sources, targets, channels, strict=True)):
             channel = self._channel(op, index)
             if {rank for rank, _ in dst} != {channel[2]}:
                 raise ValueError(f"the channel is connected to rank {channel[2]}, the buffer is on rank {dst[0][0]}")
-            self._proxy(channel, self._control(name, lane), self._moved(name, [(src, dst)]), signals=False)
+            self._proxy(channel, self._control(name, thread), self._moved(name, [(src, dst)]), signals=False)
             if kind != "put":
-                self._proxy(channel, self.lanes[lane], Operation(name), signals=True)
+                self._proxy(channel, self.last_of_thread[thread], Operation(name), signals=True)
             if kind == "pwsf":
-                self._control(name, lane, [self.reader.proxies[channel]])
+                self._control(name, thread, [self.reader.proxies[channel]])
             self.reader.plain_scratch.update(self._scratch([*src, *dst]))
 
     def _places(self, op: Any, name: str) -> list[list[Place]]:
