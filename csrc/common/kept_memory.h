@@ -8,6 +8,7 @@
 
 namespace dist_prims {
 
+// Memory of one owner. When the owner ends, the memory goes back to the pool of the process.
 class KeptMemory {
 public:
     static constexpr std::size_t kLeast = 64 << 10;  // bytes; malloc keeps smaller memory

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <string>
 
+#include "router.h"
+
 namespace dist_prims {
 namespace {
 
@@ -15,11 +17,7 @@ constexpr PointToPoint::Tag kTag = PointToPoint::kBarrierTag;
 // The messages of one barrier.
 class BarrierMessages {
 public:
-    // A posted message to or from a rank: `local` in shared memory, or `remote` at the transport; the other is null.
-    struct Request {
-        PointToPoint::Handle local;
-        RemotePeers::Handle remote;
-    };
+    using Request = Router::RoutedRequest;
 
     BarrierMessages(RemotePeers& remote, PointToPoint& p2p, const std::vector<int>& local_ranks,
                     std::chrono::milliseconds limit)

@@ -23,7 +23,8 @@ public:
     Router(PointToPoint& p2p, std::vector<int> local_ranks, RemotePeers* remote)
         : p2p_(p2p), local_ranks_(std::move(local_ranks)), remote_(remote) {}
 
-    // The next number for messages that belong together, such as the messages of a segment. All ranks count alike.
+    // The next number for messages that belong together, such as the messages of a segment. All ranks make the same
+    // calls, so a message has the same number, and with it the same tag, on both sides.
     std::uint64_t next() { return std::exchange(next_, Tags::segment_after(next_)); }
 
     // `owner` of the memory: see Transport.

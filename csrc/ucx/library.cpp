@@ -1,3 +1,5 @@
+// The object behind the interface library.h. The adapter for torch loads this library, libdist_prims_ucx.so, by its
+// path and gets the object from dist_prims_ucx_library(). close() runs at the exit of the process.
 #include "library.h"
 
 #include <algorithm>

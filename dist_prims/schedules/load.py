@@ -76,9 +76,10 @@ class Load:
         return Load(self.times, self.rows * factors, self.busiest * factors, self.busy_steps)
 
     def on_one_host(self, ranks: int) -> Load:
-        """The load if hosts of ``ranks`` ranks each on one machine are groups of the ranks of one host.
+        """The load if the hosts, with ``ranks`` ranks each, were parts of one host: no message is between hosts then.
 
-        All ranks of a host send equally much over its link, and no step has messages within hosts and between them.
+        It is right if all ranks of a host send equally much over its link, and no step has both messages within hosts
+        and messages between hosts.
         """
         rows = np.vstack([self.rows, self.busiest])
         near, outer, copied, _, crossing = range(MACHINE.start, MACHINE.stop)

@@ -27,7 +27,7 @@ __all__: list[str] = []
 def verify(schedule: ScheduleData) -> None:
     """Raise ScheduleError unless every rank ends with exactly the result that the contract demands."""
     state = execute(schedule)
-    shortfalls = [each for rank in range(schedule.size) for each in _shortfalls(schedule, state, rank)]
+    shortfalls = [found for rank in range(schedule.size) for found in _shortfalls(schedule, state, rank)]
     if shortfalls:
         raise diagnose(schedule, shortfalls)
     if schedule.contract.same_bits:
@@ -47,10 +47,13 @@ def _shortfalls(schedule: ScheduleData, state: State, rank: int) -> Iterator[Sho
     """The output chunks of a rank that do not hold the right piece of exactly the right ranks."""
     end = schedule.contract.end(rank)
     number, piece = state.sum[rank, end.chunk], state.piece[rank, end.chunk]
+    # 1. Chunks that hold nothing, or another piece than the contract demands.
     for at in np.flatnonzero((number == NOTHING) | (piece != end.piece)).tolist():
         has = "nothing" if number[at] == NOTHING else f"piece {piece[at]}"
         what = f"at the end rank {rank} must hold piece {end.piece[at]} in chunk {end.chunk[at]}; it holds {has}"
         yield Shortfall(rank, int(end.chunk[at]), int(end.piece[at]), _bits(end.first[at], end.last[at]), 0, what)
+    # 2. Chunks with the right piece, whose sum misses a rank or has one too many. Chunks with the same sum and the same
+    #    demanded ranks are of one kind, and are compared once.
     right_piece = np.flatnonzero((number != NOTHING) & (piece == end.piece))
     kinds, kind = np.unique(np.stack([number, end.first, end.last])[:, right_piece], axis=1, return_inverse=True)
     for which, (total, first, last) in enumerate(kinds.T.tolist()):
@@ -77,7 +80,7 @@ def _check_same_bits(schedule: ScheduleData, state: State) -> None:
     chunk = np.concatenate([end.chunk for end in ends])
     number = np.concatenate([state.sum[rank, end.chunk] for rank, end in enumerate(ends)])
     rank = np.repeat(np.arange(schedule.size), [len(end.chunk) for end in ends])
-    order = np.lexsort(demanded)
+    order = np.lexsort(demanded)  # outputs of which the contract demands the same become neighbours
     demanded, number, rank, chunk = demanded[:, order], number[order], rank[order], chunk[order]
     differs = np.flatnonzero((demanded[:, 1:] == demanded[:, :-1]).all(0) & (number[1:] != number[:-1]))
     if differs.size:

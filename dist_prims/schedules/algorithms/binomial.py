@@ -48,31 +48,36 @@ def distances(size: int, radix: int) -> list[int]:
     return powers
 
 
+# The loads are the steps below in closed form, for root 0: for prices on any number of ranks and hosts. A step has a
+# message set for each of the radix-1 others to which a rank sends, at ``shift`` places from it.
+
+
+def _shifts(size: int, radix: int) -> Iterator[tuple[int, range]]:
+    """Of each step the distance, and the shifts of its message sets."""
+    return ((step, range(step, min(radix * step, size), step)) for step in distances(size, radix))
+
+
 def broadcast_load(hosts: Hosts, radix: int = 2) -> Iterator[LoadItem]:
     size = hosts.size
-    for step in distances(size, radix):
-        far = range(step, min(radix * step, size), step)
-        yield EqualSteps(1, [[MessageSet(0, min(step, size - distance), distance)] for distance in far])
+    for step, shifts in _shifts(size, radix):
+        yield EqualSteps(1, [[MessageSet(0, min(step, size - shift), shift)] for shift in shifts])
 
 
 def reduce_load(hosts: Hosts, radix: int = 2) -> Iterator[LoadItem]:
     size = hosts.size
-    for step in distances(size, radix):
-        far = range(step, min(radix * step, size), step)
-        yield EqualSteps(
-            1, [[MessageSet(distance, size, -distance, stride=radix * step, reduce=True)] for distance in far]
-        )
+    for step, shifts in _shifts(size, radix):
+        yield EqualSteps(1, [[MessageSet(shift, size, -shift, stride=radix * step, reduce=True)] for shift in shifts])
 
 
 def gather_load(hosts: Hosts, radix: int = 2) -> Iterator[LoadItem]:
     size = hosts.size
-    for step in distances(size, radix):
-        last = (size - 1) // step * step  # the head of the last subtree, which may be smaller
+    for step, shifts in _shifts(size, radix):
+        last = (size - 1) // step * step  # the head of the last subtree, which may be smaller than ``step`` places
         groups = []
-        for distance in range(step, min(radix * step, size), step):
-            whole = MessageSet(distance, size - step + 1, -distance, stride=radix * step, chunks=step)
-            is_cut = last % (radix * step) == distance and size - last < step
-            groups.append([whole, MessageSet(last, last + 1, -distance, chunks=size - last)] if is_cut else [whole])
+        for shift in shifts:
+            whole = MessageSet(shift, size - step + 1, -shift, stride=radix * step, chunks=step)
+            is_cut = last % (radix * step) == shift and size - last < step
+            groups.append([whole, MessageSet(last, last + 1, -shift, chunks=size - last)] if is_cut else [whole])
         yield EqualSteps(1, groups)
 
 

@@ -50,16 +50,19 @@ class PlanState:
             [graph.add(Operation(f"the {end} of rank {rank}", is_boundary=True)) for rank in ranks]
             for end in ("start", "end")
         )
-        self.signals: dict[Any, list[tuple[int, bool]]] = defaultdict(list)  # (operation, whether it is relaxed)
+        # By channel or semaphore, the signals and waits in the order of their thread block: (operation, is relaxed).
+        self.signals: dict[Any, list[tuple[int, bool]]] = defaultdict(list)
         self.waits: dict[Any, list[tuple[int, bool]]] = defaultdict(list)
         self.proxies: dict[Any, int] = {}  # the last operation of the proxy of a port channel
+        # By rank, number of the barrier and how often it was used before: its operation, and the num_threadblocks that
+        # each thread block gives for it.
         self.barriers: dict[tuple[int, int, int], tuple[int, list[int]]] = {}
         for start, end in zip(self.start, self.end, strict=True):  # also of a rank without thread blocks
             graph.order(start, end)
         self.packet_writers: dict[Place, tuple[int, int]] = {}  # (operation, its rank)
         self.packet_readers: list[tuple[int, Place]] = []
-        self.plain_scratch: set[Place] = set()
-        self.reductions: set[str] = set()
+        self.plain_scratch: set[Place] = set()  # scratch that is accessed without packets
+        self.reductions: set[str] = set()  # the names of the operations of reductions, such as "sum"
 
     def channel(self, rank: int, kind: str, index: int) -> tuple[int, int, int]:
         """(rank, peer, number among its channels to this peer) of a channel of a GPU."""
@@ -73,6 +76,7 @@ class PlanState:
     def connect(self, plan: dict[str, Any]) -> None:
         """Order waits after signals and packet readers after writers, and check starts and ends."""
         graph = self.graph
+        # 1. Pairs: a signal and its wait, a packet and its reader.
         for key in sorted({*self.signals, *self.waits}, key=str):
             self._match(key)
         for number, place in self.packet_readers:
@@ -80,6 +84,7 @@ class PlanState:
                 what = f"{graph.operations[number].name} waits for packets in {graph.buffers.name(*place)}"
                 raise ScheduleError(f"deadlock: {what} of rank {place[0]}, which no operation writes")
             graph.order(writer[0], number)
+        # 2. What the plan must have to be run at all.
         for number, counts in self.barriers.values():
             if set(counts) != {len(counts)}:
                 blocks = f"{len(counts)} thread blocks reach {graph.operations[number].name}"
@@ -91,11 +96,13 @@ class PlanState:
             raise ValueError(f"the scratch of rank {min(mixed)} is accessed with packets and without, which overlap")
         if len(self.reductions) > 1:
             raise ValueError(f"the plan reduces by {' and '.join(sorted(self.reductions))}; one of them is required")
+        # 3. The memory of a rank belongs to the plan between its start and its end, which therefore write all of it.
         for rank in self.gpus:
             places = [(rank, chunk) for chunk in graph.buffers.inputs(rank)]
             places += sorted(place for place in self.plain_scratch if place[0] == rank)
             graph.operations[self.start[rank]].writes += places
             graph.operations[self.end[rank]].writes += places
+        # 4. Races between signals of one channel, and with the next call.
         happened = graph.happens_before()
         if self.packet_writers and not field(plan, "use_double_scratch_buffer", bool):
             self._check_packets_of_next_call(happened)
@@ -115,8 +122,9 @@ class PlanState:
                 raise ScheduleError(f"race: {what}, and {when}: set use_double_scratch_buffer")
 
     def _match(self, key: Any) -> None:
+        """Order each wait of a channel or semaphore after its signal. ScheduleError if the numbers of both differ."""
         signals, waits = self.signals[key], self.waits[key]
-        free = 0
+        free = 0  # waits that need no signal
         if key[0] == "semaphore":
             _, rank, index = key
             semaphore = element(field(self.gpus[rank], "semaphores", list), index, "semaphore")
@@ -130,8 +138,8 @@ class PlanState:
         if len(waits) < len(signals):
             what = "has no wait, so the next call would take it for its own"
             raise ScheduleError(f"the signal of {names[0][len(waits)]} {what}")
-        for (signal, relaxed), (wait, also) in zip(signals, waits[free:], strict=False):
-            if relaxed or also:
+        for (signal, is_relaxed), (wait, is_relaxed_too) in zip(signals, waits[free:], strict=False):
+            if is_relaxed or is_relaxed_too:  # the wait says only that the other rank has begun
                 self.graph.wait(signal, wait)
                 self.graph.order(self.start[key[1]], wait)
             else:
