@@ -11,7 +11,6 @@ import argparse
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -20,8 +19,8 @@ import torch.distributed as dist
 from ..schedules import algorithms, lookup
 from ..schedules.registry import nearest
 from .arguments import dtype, positive, run_on_ranks, size, sizes
-from .cases import CASES, Buffers
-from .measure import Contender, Line, measure
+from .cases import CASES
+from .measure import Line, measure
 from .memory import chunk_bytes, extra_bytes
 from .report import environment, heading, plot, row, write_json
 
@@ -80,7 +79,11 @@ def bench(options: argparse.Namespace) -> int:
     if options.memory:
         return _memory(options, names)
     groups = {name: dist.new_group(backend=name) for name in options.backends.split(",") if name}
-    more = _limits() if options.limits else None
+    more = None
+    if options.limits:
+        from .limits import fake_group, limits  # imports the backend, which may not be built
+
+        more = functools.partial(limits, nothing=fake_group())
     if is_rank_0:
         print(heading(options.collective, facts), flush=True)
     lines: list[Line] = []
@@ -107,12 +110,6 @@ def bench(options: argparse.Namespace) -> int:
         if options.plot:
             plot(options.plot, facts, lines)
     return int(wrong > 0)
-
-
-def _limits() -> Callable[[Buffers], Mapping[str, Contender]]:
-    from .limits import fake_group, limits  # imports the backend, which may not be built
-
-    return functools.partial(limits, nothing=fake_group())
 
 
 def _names(collective: str, text: str) -> list[str]:

@@ -166,14 +166,11 @@ class _Work:
         expected = self.gradients.pop(_ALONE, {})
         close = all(abs(loss / self.losses[_ALONE] - 1) < 1e-5 for loss in self.losses.values() if not math.isnan(loss))
         for gradients in self.gradients.values():
-            close &= all(_relative_error(grad, expected[name]) < 1e-5 for name, grad in gradients.items())
+            errors = (float((grad - expected[name]).norm() / expected[name].norm()) for name, grad in gradients.items())
+            close &= all(error < 1e-5 for error in errors)
         self.gradients.clear()
         self.first = False
         return close
-
-
-def _relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((value - expected).norm() / expected.norm())
 
 
 def _plans(text: str, num_microbatches: int) -> dict[str, PipelinePlan]:

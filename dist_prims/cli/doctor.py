@@ -35,7 +35,8 @@ def report() -> str:
     >>> "cores" in report()
     True
     """
-    facts = [*_software(), *_launch(), *_transports(), *_machine()]
+    python = f"{platform.python_version()}, torch {torch.__version__}"
+    facts = [("dist_prims", __version__), ("Python", python), *_launch(), *_transports(), *_machine()]
     width = max(len(name) for name, _ in facts)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in facts)
 
@@ -43,11 +44,6 @@ def report() -> str:
 def main() -> int:
     print(report())
     return 0
-
-
-def _software() -> Iterator[Fact]:
-    yield "dist_prims", __version__
-    yield "Python", f"{platform.python_version()}, torch {torch.__version__}"
 
 
 def _launch() -> Iterator[Fact]:

@@ -229,18 +229,16 @@ class TracedWork:
     """A message whose event ends when this rank has waited for it. Make it when the message has been posted, while a
     trace is active. ``work``: what torch has returned for the message; ``kind``: SEND or RECEIVE."""
 
-    def __init__(self, work: Any, kind: int, peer: int, nbytes: int, name: str = "") -> None:
-        self._work, self._kind = work, kind
-        self._facts: dict[str, Any] = {"peer": peer, "nbytes": nbytes, "name": name}
-        self._where = context.where
-        self._posted = started()
+    def __init__(self, work: Any, kind: int, peer: int, nbytes: int) -> None:
+        self._work, self._kind, self._peer, self._nbytes = work, kind, peer, nbytes
+        self._where, self._posted = context.where, started()
 
     def wait(self, *arguments: Any) -> Any:
         """Wait as the work does; record the wait, and the message as well."""
         begin = started()
         result = self._work.wait(*arguments)
-        record(fmt.WAIT, begin, peer=self._facts["peer"], nbytes=self._facts["nbytes"])
-        record(self._kind, self._posted, where=self._where, **self._facts)
+        record(fmt.WAIT, begin, peer=self._peer, nbytes=self._nbytes)
+        record(self._kind, self._posted, where=self._where, peer=self._peer, nbytes=self._nbytes)
         return result
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
@@ -102,7 +102,8 @@ def _calls(analysis: dict[str, Any]) -> list[str]:
         kinds[call["group"], call["collective"], call["algorithm"], call["bytes"]].append(call)
     head = ["group", "collective", "algorithm", "bytes", "calls", "measured", "predicted", "ratio", "arrival"]
     rows = []
-    for (group, what, algorithm, nbytes), calls in sorted(kinds.items(), key=lambda kind: -_total(kind[1])):
+    longest_first = sorted(kinds.items(), key=lambda kind: -sum(call["end"] - call["begin"] for call in kind[1]))
+    for (group, what, algorithm, nbytes), calls in longest_first:
         measured, predicted = median(call["seconds"] for call in calls), calls[0]["predicted"]
         known = [f"{predicted * 1e6:.1f}", f"{measured / predicted:.2f}"] if predicted else ["", ""]
         arrival = median(call["arrival"] for call in calls)
@@ -121,10 +122,6 @@ def _pipeline(analysis: dict[str, Any]) -> list[str]:
             rows.append([str(rank["rank"]), str(actions["count"]), *numbers, f"{bubble:.1%}"])
     title = "seconds in actions of a pipeline, of those from the first to the last one"
     return ["", title, *_table(rows)] if len(rows) > 1 else []
-
-
-def _total(calls: Sequence[dict[str, Any]]) -> float:
-    return float(sum(call["end"] - call["begin"] for call in calls))
 
 
 def _table(rows: list[list[str]]) -> list[str]:

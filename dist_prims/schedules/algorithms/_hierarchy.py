@@ -141,10 +141,8 @@ class Groups:
         spread = Step(src, dst, chunk, reduce, into)
         if span is None:
             return spread
-        return CountedStep(spread, np.tile(span, len(self.ranks)), lambda: self._all_rows(step))
-
-    def _all_rows(self, step: Step) -> Step:
-        return self.spread(Step(step.src, step.dst, step.chunk, step.reduce, step.into))
+        every_row = Step(step.src, step.dst, step.chunk, step.reduce, step.into)
+        return CountedStep(spread, np.tile(span, len(self.ranks)), lambda: self.spread(every_row))
 
     def _columns(self, step: Step) -> list[NDArray[Any]]:
         """src, dst and reduce for all groups. Consecutive steps of a ring, for example, differ in their chunks only.

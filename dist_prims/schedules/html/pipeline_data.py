@@ -39,14 +39,10 @@ def pipeline_page(plan: PlanData) -> Page:
         "stages": plan.stages,
         "rankOf": list(plan.rank_of),
         "microbatches": plan.num_microbatches,
-        "idea": _idea(plan),
+        "idea": lookup(plan.name).card.idea if _is_registered(plan) else "",
         "plans": {str(each.num_microbatches): _actions(each) for each in _family(plan)},
     }
     return Page(caption(plan), _SCRIPTS, data)
-
-
-def _idea(plan: PlanData) -> str:
-    return lookup(plan.name).card.idea if _is_registered(plan) else ""
 
 
 def _is_registered(plan: PlanData) -> bool:

@@ -110,11 +110,9 @@ class Batches:
             order = np.random.RandomState([self._seed, epoch, self._rank]).permutation(order)
         for step, total in enumerate(np.diff(self._ends).tolist()):
             chosen = order[self._mine[step] : self._mine[step + 1]].tolist()
-            items = [self.part[index] for index in chosen] or [self._substitute()]
+            # Without an item of its own, the rank takes another one, whose weight is 0.
+            items = [self.part[at] for at in chosen] or [self.part[0] if len(self.part) else self.part.data[0]]
             batch = self._collate(items)
             several = isinstance(items[0], tuple | list) and isinstance(batch, tuple | list)
             fields = batch if several else (batch,)
             yield (*fields, len(chosen) * self._size / total)
-
-    def _substitute(self) -> Any:
-        return self.part[0] if len(self.part) else self.part.data[0]

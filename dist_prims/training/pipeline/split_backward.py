@@ -144,7 +144,9 @@ class split_backward(TorchFunctionMode):
             dtype = torch.get_autocast_dtype(device)
             x, weight = _cast(x, dtype), _cast(weight, dtype)
             bias = None if bias is None else _cast(bias, dtype)
-        return _Deferred.apply(x, _anchor(x), layer, self._later, weight, bias)  # type: ignore[no-untyped-call]
+        # 3. The anchor makes the output require a gradient where the input does not, as in a model's first layer.
+        anchor = torch.empty(0, device=x.device, requires_grad=not x.requires_grad)
+        return _Deferred.apply(x, anchor, layer, self._later, weight, bias)  # type: ignore[no-untyped-call]
 
 
 def _must_not_defer() -> bool:
@@ -161,11 +163,6 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(dtype)
-
-
-def _anchor(x: torch.Tensor) -> torch.Tensor:
-    """A tensor that makes the output require a gradient where the input does not, as in a model's first layer."""
-    return torch.empty(0, device=x.device, requires_grad=not x.requires_grad)
 
 
 class _Deferred(torch.autograd.Function):
