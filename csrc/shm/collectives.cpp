@@ -65,15 +65,10 @@ public:
             post_input(segment);
             slots_.phase();
             if (stops_if_shared && number == 0 && slots_.shared_tensor_count()) return false;
-            // 2. Sum the own chunk, into the slot of the next phase.
-            std::byte* sum = slots_.mine() + ranks_ * chunk_;
-            if (segment.count) sum_own_chunk(segment, sum);
-            // 3. Collect the sums of the previous segment. `out` may be the input, which step 2 has read.
-            if (out) {
-                collect(out, previous);
-                const Segment own = chunk(segment, rank());
-                transfer(out + own.begin * element_, sum, own.count * element_);
-            }
+            // 2. Sum the own chunk, and post it beside the input of the next segment. `out` may be the input.
+            if (segment.count) sum_own_chunk(segment, out, slots_.mine() + ranks_ * chunk_);
+            // 3. Collect the sums that the other ranks have posted of the previous segment.
+            if (out) collect(out, previous);
             previous = segment;
         }
         return true;
@@ -100,14 +95,18 @@ private:
         }
     }
 
-    void sum_own_chunk(const Segment& segment, std::byte* sum) {
+    // The sums are computed in `out` and copied to `posted`, which is in the slot of the next phase. memcpy writes
+    // cache lines that another core has read 2 to 5 times faster than a loop that stores one vector after the other.
+    void sum_own_chunk(const Segment& segment, std::byte* out, std::byte* posted) {
         const Segment own = chunk(segment, rank());
         const TraceSpan span(TraceKind::kReduce, own.count * element_);
         std::vector<const void*> inputs(ranks_);
         for (std::size_t peer = 0; peer < ranks_; ++peer)
             inputs[peer] = slots_.theirs(static_cast<int>(peer)) + rank() * chunk_;
         inputs[rank()] = in_ + own.begin * element_;
+        std::byte* sum = out ? out + own.begin * element_ : posted;
         fold_ranks(op_, dtype_, sum, inputs, own.count);
+        transfer(posted, sum, own.count * element_);
     }
 
     void collect(std::byte* out, const Segment& segment) {
