@@ -202,21 +202,12 @@ CASE(a_death_during_the_rendezvous) {
     });
     const Child last([&] {
         shared.await(2);
-        try {
-            meet(shared, rendezvous(2, 3));
-            CHECK(!"it has met the others");
-        } catch (const CommError& error) {
-            CHECK(error.kind == CommError::Kind::kPeerDied && std::strstr(error.what(), "rank 2: rank 0 does not"));
-        }
+        CHECK(fails(CommError::Kind::kPeerDied, [&] { meet(shared, rendezvous(2, 3)); }, "rank 2: rank 0 does not"));
     });
     const Child first([&] {
-        try {
-            meet(shared, rendezvous(0, 3));
-            CHECK(!"it has met the others");
-        } catch (const CommError& error) {
-            CHECK(error.kind == CommError::Kind::kPeerDied &&
-                  std::strstr(error.what(), "rank 0: rank 1 has died while the group was made"));
-        }
+        CHECK(fails(
+            CommError::Kind::kPeerDied, [&] { meet(shared, rendezvous(0, 3)); },
+            "rank 0: rank 1 has died while the group was made"));
         shared->stage = 2;
     });
     shared.await(1);
@@ -230,14 +221,9 @@ CASE(a_death_of_rank_0_during_the_rendezvous) {
     const SharedPage shared;
     const Child first([&] { meet(shared, rendezvous(0, 3)); });
     const Child second([&] {
-        try {
-            RendezvousOptions how = rendezvous(1, 3);
-            how.look = [&] { shared->stage = 1; };
-            meet(shared, how);
-            CHECK(!"it has met the others");
-        } catch (const CommError& error) {
-            CHECK(error.kind == CommError::Kind::kPeerDied && std::strstr(error.what(), "rank 1: rank 0 "));
-        }
+        RendezvousOptions how = rendezvous(1, 3);
+        how.look = [&] { shared->stage = 1; };
+        CHECK(fails(CommError::Kind::kPeerDied, [&] { meet(shared, how); }, "rank 1: rank 0 "));
     });
     shared.await(1);
     first.send(SIGKILL);
@@ -251,12 +237,7 @@ CASE(a_rank_that_gives_up) {
     processes(2, [&](int rank) {
         RendezvousOptions how = rendezvous(rank, 3);
         if (rank == 1) how.look = [] { throw std::runtime_error("of its own"); };
-        std::string text;
-        try {
-            meet(shared, how);
-        } catch (const std::runtime_error& error) {
-            text = error.what();
-        }
+        const std::string text = text_of(caught([&] { meet(shared, how); }));
         CHECK(text == (rank == 1 ? "of its own"
                                  : "rank 0: rank 1 gave up while the group was made; see the error that it raised"));
         shared->stage += 1;
@@ -270,12 +251,7 @@ CASE(an_end_that_is_known_before) {
     processes(2, [&](int rank) {
         RendezvousOptions how = rendezvous(rank, 3);
         how.ended = [] { return 2; };
-        std::string text;
-        try {
-            meet(shared, how);
-        } catch (const CommError& error) {
-            text = error.what();
-        }
+        const std::string text = text_of(caught([&] { meet(shared, how); }));
         CHECK(text.starts_with("rank " + std::to_string(rank) + ": rank 2 has died while the group was made"));
         shared->stage += 1;
         shared.await(2);
@@ -285,14 +261,9 @@ CASE(an_end_that_is_known_before) {
 CASE(rendezvous_times_out) {
     const SharedPage shared;
     const auto began = Clock::now();
-    try {
-        meet(shared, rendezvous(0, 3, 200ms));
-        CHECK(!"it has met the others");
-    } catch (const CommError& error) {
-        CHECK(error.kind == CommError::Kind::kTimeout);
-        CHECK(std::string(error.what()) ==
-              "rank 0: timeout after 200 ms while the group was made: no sign of rank 1, rank 2");
-    }
+    CHECK(fails(
+        CommError::Kind::kTimeout, [&] { meet(shared, rendezvous(0, 3, 200ms)); },
+        "rank 0: timeout after 200 ms while the group was made: no sign of rank 1, rank 2"));
     CHECK(Clock::now() - began >= 200ms);
 }
 

@@ -76,12 +76,7 @@ void tags_of_classes_differ(int largest) {
 }
 
 CASE(a_transport_with_too_few_tags_is_refused) {
-    try {
-        const Tags tags(1000);
-        CHECK(false);
-    } catch (const std::invalid_argument& error) {
-        CHECK(std::string(error.what()).find("the tags 0 to 1000 only") != std::string::npos);
-    }
+    check_contains(text_of(caught([] { const Tags tags(1000); })), "the tags 0 to 1000 only");
 }
 
 // The numbers of segments go several times through their tags, while receives for the next meeting are posted.
@@ -168,15 +163,10 @@ CASE(a_mismatch_in_the_size_of_small_data_names_both_calls) {
         for (const int odd : {0, 1, 3, 4}) {
             std::vector<std::int64_t> data(rank == odd ? 128 : 1, 1);
             auto* bytes = reinterpret_cast<std::byte*>(data.data());
-            std::string error;
-            try {
-                group.agree_and_move(sum_of(0, data.size()), ProgramBuffer::whole(bytes, data.size()), 60s);
-            } catch (const CommError& caught) {
-                error = caught.what();
-            }
-            for (const char* count : {"int64, 1 elements", "int64, 128 elements"})
-                CHECK(error.find(count) != std::string::npos);
-            CHECK(error.find("ank " + std::to_string(odd) + " calls") != std::string::npos);
+            const std::string error = text_of(caught(
+                [&] { group.agree_and_move(sum_of(0, data.size()), ProgramBuffer::whole(bytes, data.size()), 60s); }));
+            for (const char* count : {"int64, 1 elements", "int64, 128 elements"}) check_contains(error, count);
+            check_contains(error, "ank " + std::to_string(odd) + " calls");
         }
     });
 }
@@ -266,12 +256,10 @@ CASE(a_rank_that_leaves_is_named) {
     run_group({{0}, {1}, {2}, {3}}, [](MultiHostGroup& group, int rank) {
         group.agree(sum_of(0, 1), 60s);
         if (rank == 1) return;
-        try {
+        const auto agree_until_error = [&] {
             for (std::uint64_t sequence = 1;; ++sequence) group.agree(sum_of(sequence, 1), 60s);
-        } catch (const CommError& error) {
-            CHECK(error.kind == CommError::Kind::kPeerDied);
-            CHECK(std::string(error.what()).find("host 1") != std::string::npos);
-        }
+        };
+        CHECK(fails(CommError::Kind::kPeerDied, agree_until_error, "host 1"));
         group.remote.end();
     });
 }
@@ -386,15 +374,11 @@ CASE(the_rank_that_does_not_reply_is_named) {
         }
         if (rank != 4) std::this_thread::sleep_for(300ms);
         std::byte nothing{};
-        try {
+        const auto receive_byte = [&] {
             const std::chrono::milliseconds timeout = rank == 4 ? 1500ms : 60s;
-            const auto request = group.router.receive(kAwaited[rank], group.router.next(), &nothing, 1, timeout);
-            group.router.wait({request});
-            CHECK(false);
-        } catch (const CommError& error) {
-            CHECK(error.kind == CommError::Kind::kLost);
-            CHECK(std::string(error.what()).find("rank 5") != std::string::npos);
-        }
+            group.router.wait({group.router.receive(kAwaited[rank], group.router.next(), &nothing, 1, timeout)});
+        };
+        CHECK(fails(CommError::Kind::kLost, receive_byte, "rank 5"));
         group.remote.end();
         ++ended;
     });
@@ -404,14 +388,10 @@ CASE(the_rank_that_does_not_reply_is_named) {
 void wait_in_a_circle(const std::set<std::pair<int, int>>& dropped, CommError::Kind kind, const std::string& text) {
     const auto body = [&](MultiHostGroup& group, int rank) {
         std::byte nothing{};
-        try {
-            const auto request = group.router.receive((rank + 1) % 3, group.router.next(), &nothing, 1, 500ms);
-            group.router.wait({request});
-            CHECK(false);
-        } catch (const CommError& error) {
-            CHECK(error.kind == kind);
-            check_contains(error.what(), text);
-        }
+        const auto receive_byte = [&] {
+            group.router.wait({group.router.receive((rank + 1) % 3, group.router.next(), &nothing, 1, 500ms)});
+        };
+        CHECK(fails(kind, receive_byte, text));
         group.remote.end();
     };
     run_group({{0}, {1}, {2}}, body, nullptr, dropped);

@@ -38,29 +38,17 @@ CASE(log_orders_the_texts_of_all_ranks) {
 CASE(log_that_is_full) {
     const auto memory = log_memory(1);
     SharedLog log(memory, memory->data(), 0, 1);
-    bool is_full = false;
+    std::exception_ptr error;
     std::size_t appended = 0;
-    while (!is_full) {
-        try {
-            log.append(std::string(100, 'x'));
-            ++appended;
-        } catch (const std::length_error& error) {
-            check_contains(error.what(), "rank 0");
-            is_full = true;
-        }
+    for (; !(error = caught([&] { log.append(std::string(100, 'x')); })); ++appended) {
     }
+    check_contains(text_of(error), "rank 0");
     CHECK(log.read().size() == appended);
     const auto other = log_memory(1);
     SharedLog entries(other, other->data(), 0, 1);
-    is_full = false;
-    for (appended = 0; !is_full; ++appended) {
-        try {
-            entries.append("");
-        } catch (const std::length_error&) {
-            is_full = true;
-        }
+    for (appended = 0; !caught([&] { entries.append(""); }); ++appended) {
     }
-    CHECK(entries.read().size() == appended - 1);
+    CHECK(entries.read().size() == appended);
 }
 
 // The child appends until it is killed, at most so often that the texts of the parent have their entries: without that

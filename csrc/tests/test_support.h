@@ -125,12 +125,13 @@ private:
     const pid_t pid_;
 };
 
+// Whether `work` throws a CommError of this kind, whose text contains `text`.
 template <typename Work>
-bool fails(CommError::Kind kind, const Work& work) {
+bool fails(CommError::Kind kind, const Work& work, const std::string& text = "") {
     try {
         work();
     } catch (const CommError& error) {
-        return error.kind == kind;
+        return error.kind == kind && std::string(error.what()).find(text) != std::string::npos;
     }
     return false;
 }
