@@ -188,49 +188,30 @@ void fold_as(void* out, const void* const* in, int inputs, std::size_t count) {
     }
 }
 
-// Passes a type to a generic lambda.
+// Passes the type of the elements of a dtype to a generic lambda.
 template <typename T>
-struct Type {};
+struct Type {
+    DType dtype;
+};
 
-// with_integer() and with_real(): call `run` with the type of the elements. Do nothing for any other dtype.
+// Calls `run` with the one of `types` that has this dtype; does nothing if none has.
+template <typename Run, typename... T>
+void with_type_of(DType dtype, const Run& run, Type<T>... types) {
+    static_cast<void>(((types.dtype == dtype && (run(types), true)) || ...));
+}
+
 template <typename Run>
 void with_integer(DType dtype, const Run& run) {
-    switch (dtype) {
-        case DType::kUInt8:
-            return run(Type<std::uint8_t>());
-        case DType::kInt8:
-            return run(Type<std::int8_t>());
-        case DType::kUInt16:
-            return run(Type<std::uint16_t>());
-        case DType::kInt16:
-            return run(Type<std::int16_t>());
-        case DType::kUInt32:
-            return run(Type<std::uint32_t>());
-        case DType::kInt32:
-            return run(Type<std::int32_t>());
-        case DType::kUInt64:
-            return run(Type<std::uint64_t>());
-        case DType::kInt64:
-            return run(Type<std::int64_t>());
-        default:
-            return;
-    }
+    with_type_of(dtype, run, Type<std::uint8_t>{DType::kUInt8}, Type<std::int8_t>{DType::kInt8},
+                 Type<std::uint16_t>{DType::kUInt16}, Type<std::int16_t>{DType::kInt16},
+                 Type<std::uint32_t>{DType::kUInt32}, Type<std::int32_t>{DType::kInt32},
+                 Type<std::uint64_t>{DType::kUInt64}, Type<std::int64_t>{DType::kInt64});
 }
 
 template <typename Run>
 void with_real(DType dtype, const Run& run) {
-    switch (dtype) {
-        case DType::kFloat16:
-            return run(Type<Half>());
-        case DType::kBFloat16:
-            return run(Type<BFloat16>());
-        case DType::kFloat32:
-            return run(Type<float>());
-        case DType::kFloat64:
-            return run(Type<double>());
-        default:
-            return;
-    }
+    with_type_of(dtype, run, Type<Half>{DType::kFloat16}, Type<BFloat16>{DType::kBFloat16},
+                 Type<float>{DType::kFloat32}, Type<double>{DType::kFloat64});
 }
 
 // For operations that act on both parts of a complex number alike: the dtype of the parts, and their number.
