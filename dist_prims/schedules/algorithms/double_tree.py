@@ -32,7 +32,7 @@ from ..cost_card import Card
 from ..load import Hosts
 from ..registry import algorithm
 from ..steps import Step
-from .tree import CHUNKS, moves_by_level, parents, renumbered, two_halves
+from .tree import CHUNKS, parents, renumbered, sets_by_level, two_halves
 
 __all__: list[str] = []
 
@@ -127,7 +127,7 @@ def _load(hosts: Hosts, chunks: int = CHUNKS, reduce: bool = False) -> Iterator[
     if size <= FEW_RANKS:
         yield from (reduce_to_root if reduce else broadcast)(size, chunks=chunks)
     else:
-        levels = moves_by_level(size, reduce=True)
+        levels = sets_by_level(size, reduce=True)
         top = 1 << (len(levels) - 1)  # the root of the first tree
         second = [[_in_second_tree(move, size) for move in level] for level in levels[:-1]]
         second.append(

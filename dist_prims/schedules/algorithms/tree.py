@@ -93,7 +93,7 @@ def _pipeline(parent: Ints, first: int, chunks: int) -> Iterator[Step]:
         )
 
 
-def moves_by_level(size: int, reduce: bool) -> list[list[MessageSet]]:
+def sets_by_level(size: int, reduce: bool) -> list[list[MessageSet]]:
     """For each level, from the leaves: if ``reduce``, the messages of children to parents, else to children.
 
     The children of a level are the ranks with the lowest set bit ``low``: low, 3 low, 5 low, ... Every second one has
@@ -110,11 +110,11 @@ def moves_by_level(size: int, reduce: bool) -> list[list[MessageSet]]:
     return levels
 
 
-def _double_tree_moves_by_level(size: int, reduce: bool) -> list[list[MessageSet]]:
-    """:func:`moves_by_level` for both trees of a double tree."""
+def _double_tree_sets_by_level(size: int, reduce: bool) -> list[list[MessageSet]]:
+    """:func:`sets_by_level` for both trees of a double tree."""
     if size % 2 == 0:
-        return [[*level, *(move.mirrored(size) for move in level)] for level in moves_by_level(size, reduce)]
-    levels = moves_by_level(size + 1, reduce=True)[:-1]
+        return [[*level, *(move.mirrored(size) for move in level)] for level in sets_by_level(size, reduce)]
+    levels = sets_by_level(size + 1, reduce=True)[:-1]
     both = []
     for level in levels:
         first_tree = [replace(move, first=move.first - 1, last=move.last - 1) for move in level]
@@ -130,9 +130,7 @@ def _load(hosts: Hosts, chunks: int = CHUNKS, trees: int = 1) -> Iterator[LoadIt
     if size <= FEW_RANKS:
         yield from (tree if trees == 1 else double_tree)(size, chunks)
         return
-    up, down = (
-        (moves_by_level if trees == 1 else _double_tree_moves_by_level)(size, reduce) for reduce in (True, False)
-    )
+    up, down = ((sets_by_level if trees == 1 else _double_tree_sets_by_level)(size, reduce) for reduce in (True, False))
     top = len(up)
     for now in range(2 * top + chunks - 1 if top else 0):
         active = [move for height, level in enumerate(up) if 0 <= now - height < chunks for move in level]

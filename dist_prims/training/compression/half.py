@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from .exchange import Exchange
+from .encoded_mean import EncodedMean
 
 __all__: list[str] = []
 
 
-class Half(Exchange):
+class Half(EncodedMean):
     """Half the bytes of float32: each gradient is rounded once on its way to the sum, the mean once on its way back.
 
     >>> Half(torch.bfloat16)

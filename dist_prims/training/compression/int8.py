@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .exchange import Exchange
+from .encoded_mean import EncodedMean
 
 __all__: list[str] = []
 
@@ -16,7 +16,7 @@ _LARGEST = 127
 _SMALLEST = {torch.float32: 1e-37, torch.float64: 1e-300}  # a scale below it has no reciprocal that is of use
 
 
-class Int8(Exchange):
+class Int8(EncodedMean):
     """A quarter of the bytes of float32. ``block``: elements, at most, that share a scale.
 
     ``stochastic=True`` rounds up or down at random, with the value's fraction as probability, drawn from ``seed`` and

@@ -26,7 +26,7 @@ from .stages import Staged, wide
 __all__: list[str] = []
 
 
-class Exchange(Staged):
+class EncodedMean(Staged):
     """A compressor whose subclasses encode rows of values as rows of bytes, and decode them."""
 
     @abstractmethod
