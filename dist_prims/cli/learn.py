@@ -102,7 +102,7 @@ def _check(given: argparse.Namespace) -> int:
 def _write_page(schedule: Schedule, path: Path) -> None:
     try:
         print(f"  The page of it opens at the wrong step: {schedule.html(path)}")
-    except (ValueError, OSError) as error:  # the verdict stands
+    except (ValueError, OSError) as error:  # the answer is right or wrong all the same
         print(f"  Its page cannot be written: {error}")
 
 
@@ -124,5 +124,5 @@ def _note_done(number: int) -> None:
     try:
         _mark(number).parent.mkdir(parents=True, exist_ok=True)
         _mark(number).touch()
-    except (OSError, RuntimeError) as error:  # the verdict stands
+    except (OSError, RuntimeError) as error:  # the answer is right or wrong all the same
         print(f"  `learn` cannot show it as done: {error}")

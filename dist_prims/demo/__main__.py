@@ -55,8 +55,8 @@ def demo(out: Path) -> int:
             *pictures,
         ]
         console.say(f"\nPictures: {', '.join(map(str, pictures))}")
-    verdict = f"{console.failed} of {console.held + console.failed}" if console.failed else f"All {console.held}"
-    console.say(f"{verdict} checks {'FAILED' if console.failed else 'held'}, {time.monotonic() - began:.0f} s")
+    count = f"{console.failed} of {console.held + console.failed}" if console.failed else f"All {console.held}"
+    console.say(f"{count} checks {'FAILED' if console.failed else 'held'}, {time.monotonic() - began:.0f} s")
     return 1 if console.failed else 0
 
 

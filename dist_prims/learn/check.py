@@ -1,4 +1,4 @@
-"""The check of a learner's file: the verdict, from data that the processes of the answer send."""
+"""The check of a learner's file: whether it is right, from data that the processes of the answer send."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Each request on the socket names a function of the file; the reply has what the function yields or returns, as data. The
 process that checks the answer (:mod:`.answer_process`) never imports the file, so nothing that the file does to this
-process changes the verdict.
+process changes the result of the check.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The words of a text of an answer in one line that can be shown, so that no line of it looks like a verdict."""
+    """The words of a text of an answer, in one line: no line of it looks like the result of a check."""
     return printable(" ".join(text.split()))
 
 

@@ -9,6 +9,9 @@
 //
 // A send or a recv does not pass through the queue: start_message() starts it, and its Work waits for it. A call whose
 // tensors are on another device than the CPU belongs to the backend for that device: see other_backend().
+//
+// Threads: any thread of the program may make calls, and may end the group (shutdown(), abort()) while calls of other
+// threads run; the calls then raise. Jobs of the queue and callbacks of messages keep the object by weak references.
 #pragma once
 
 #include <atomic>
@@ -51,7 +54,7 @@ public:
     using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
     // Meets the other ranks at the store, and returns when all have made the group. `ended` returns a rank of this host
-    // that is known from another group to have ended before this group is made, or -1.
+    // whose process has ended, as another group of this process knows, or -1; it is called while the ranks meet.
     PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Setup setup,
                  const std::function<int()>& ended);
     ~PrimsBackend() override;
@@ -220,11 +223,13 @@ private:
     c10d::Backend* other_backend(const Tensors& tensors);
     c10d::Backend* other_backend_for_message(const Tensors& tensors, int tag);
 
-    // The queue while this thread runs a call in it; null if there was other work, or if it was not `wanted`.
+    // Reserves the queue for a call that this thread runs, if the queue is idle and `wanted`; otherwise returns null.
+    // The destructor of the result ends the reservation.
     using TakenQueue = std::unique_ptr<Queue, void (*)(Queue*)>;
     TakenQueue take_idle_queue(const char* title, bool wanted);
     c10::weak_intrusive_ptr<PrimsBackend> weak_reference();
-    // Runs `work`, and notes its end in the record. On an error it also informs the other hosts and the abort hooks.
+    // Runs `work`, and notes its end in the flight recorder, in the record number `entry`. On an error it also informs
+    // the other hosts, and calls the abort hooks.
     template <typename Work>
     void with_flight_record(std::uint64_t entry, const Work& work);
     void write_record() const;
