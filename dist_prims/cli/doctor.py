@@ -41,11 +41,6 @@ def report() -> str:
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in facts)
 
 
-def main() -> int:
-    print(report())
-    return 0
-
-
 def _launch() -> Iterator[Fact]:
     try:
         found = detect()
