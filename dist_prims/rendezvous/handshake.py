@@ -246,10 +246,7 @@ class _Rank0:
         *texts, code = _texts(hello) or [""]
         if len(texts) < 2 or not _TOKEN.fullmatch(texts[0]):
             return
-        token, host, its_version, *_ = [
-            *texts,
-            EARLIER_VERSION,
-        ]  # a later version may send more texts
+        token, host, its_version, *_ = *texts, EARLIER_VERSION  # a later version may send more texts
         if not verified(hello, self._secret, ("hello", rank, self._size)):
             return self._refuse(rank, token, has_secret=code != "")
         self._answered[rank] = _Answer(token, host, its_version)

@@ -17,13 +17,16 @@ from .buffers import named_lengths, places
 __all__: list[str] = []
 
 _SLOTS = 2  # the chunks of Simple that a connection holds
-Block = tuple[int, int]  # the peer that it sends to and the peer that it receives from, -1 for none
-Step = tuple[Block, int]
-Transfer = tuple[int, int, int, int, bool]
+Block = tuple[int, int]  # a thread block: the peer that it sends to and the peer that it receives from, -1 for none
+Step = tuple[Block, int]  # an operation: its thread block, and its place in it
+Transfer = tuple[int, int, int, int, bool]  # a row of a step: src, dst, chunk, into, reduce
 
 
 @dataclass
 class _Operation:
+    """A step of MSCCL. ``kind``: s(end), r(eceive), rrc (receive and reduce), cpy, re(duce) or nop. ``after``: the
+    operation of another thread block for which it waits, if any."""
+
     kind: str
     src: int
     dst: int
@@ -37,12 +40,13 @@ class _Rank:
     """The thread blocks of a rank, and the last accesses of each of its chunks."""
 
     blocks: dict[Block, list[_Operation]] = field(default_factory=lambda: defaultdict(list))
-    writer: dict[int, Step] = field(default_factory=dict)
-    readers: dict[int, list[Step]] = field(default_factory=lambda: defaultdict(list))
+    writer: dict[int, Step] = field(default_factory=dict)  # by chunk, the last operation that writes it
+    readers: dict[int, list[Step]] = field(default_factory=lambda: defaultdict(list))  # and the reads since then
     done: dict[tuple[Block, Block], int] = field(default_factory=dict)  # what a block knows to be done in another
 
     def add(self, block: Block, kind: str, src: int, dst: int, count: int = 1) -> None:
         """Append an operation to a thread block, after the operations of others that it must not overtake."""
+        # 1. The operations of other thread blocks that access the same chunks, and that this one does not know as done.
         reads = range(src, src + count) if kind in ("s", "cpy", "re") else range(0)
         writes = range(dst, dst + count) if kind != "s" else range(0)
         earlier = [self.writer[chunk] for chunk in (*reads, *writes) if chunk in self.writer]
@@ -51,10 +55,12 @@ class _Rank:
         for other, step in earlier:
             if other != block and step > self.done.get((block, other), -1):
                 latest[other] = max(step, latest.get(other, -1))
+        # 2. Append it.
         after = sorted(latest.items())
         for extra in after[:-1]:  # a step has one dependency, so the others need steps that do nothing else
             self.blocks[block].append(_Operation("nop", src, dst, 1, [extra]))
         self.blocks[block].append(_Operation(kind, src, dst, count, after[-1:]))
+        # 3. What is known and accessed now.
         here = block, len(self.blocks[block]) - 1
         for other, step in after:
             self.blocks[other][step].has_dependents = True
@@ -66,6 +72,9 @@ class _Rank:
 
 
 class _Writer:
+    """Collects the thread blocks of all ranks, step by step. ``scratch``: the number of the first chunk behind those of
+    the schedule, where local copies of a step go."""
+
     def __init__(self, schedule: ScheduleData) -> None:
         self.schedule, self.places = schedule, places(schedule)
         self.ranks = [_Rank() for _ in range(schedule.size)]
@@ -73,6 +82,7 @@ class _Writer:
         self.values = 0  # the most copies of a step for local transfers
 
     def add_step(self, rows: Sequence[Transfer]) -> None:
+        """Add the transfers of a step: on each rank first its sends, then what it receives and moves locally."""
         arrivals: dict[int, list[Transfer]] = defaultdict(list)
         for row in rows:
             arrivals[row[1]].append(row)
@@ -85,6 +95,8 @@ class _Writer:
             self._write(rank, transfers)
 
     def _write(self, rank: int, transfers: Sequence[tuple[Transfer, int]]) -> None:
+        """Add what a rank receives and moves locally in a step; each transfer with its number of chunks."""
+        # 1. Copy chunks that a local transfer reads and the step overwrites.
         written = {into + each for (_, _, _, into, _), count in transfers for each in range(count)}
         source: dict[int, int] = {}
         for (src, dst, chunk, into, reduce), count in transfers:
@@ -94,6 +106,7 @@ class _Writer:
                         source[each] = self.scratch + len(source)
                         self.ranks[rank].add((-1, -1), "cpy", each, source[each])
         self.values = max(self.values, len(source))
+        # 2. Write, row by row.
         for (src, dst, chunk, into, reduce), count in transfers:
             if src != dst:
                 self.ranks[rank].add((-1, src), "rrc" if reduce else "r", into, into, count)
