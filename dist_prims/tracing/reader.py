@@ -320,9 +320,7 @@ def collective_name(event: Any) -> str:
     return fmt.COLLECTIVES[number] if number < len(fmt.COLLECTIVES) else f"collective {number}"
 
 
-_DRIFT = (
-    1e-4  # by which two clocks may differ in speed; adds to the error before the first and after the last measurement
-)
+_DRIFT = 1e-4  # by which two clocks may differ in speed: an error before the first and after the last measurement
 
 
 def aligned(processes: dict[int, ProcessTrace]) -> dict[int, ProcessTrace]:

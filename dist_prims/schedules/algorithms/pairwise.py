@@ -5,9 +5,10 @@ to rank r + i and receives one from rank r - i (modulo n). Every port is busy in
 and i runs over all distances, so every pair is served once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..closed_form_load import FEW_RANKS, EqualSteps, LoadItem, shifted
 from ..cost_card import Card
@@ -17,17 +18,24 @@ from ..steps import Step
 
 __all__: list[str] = []
 
+Ints = NDArray[np.int64]
 
-def _rows_of_rank(size: int, rank: int) -> Iterator[Step]:
-    """The rows of ``all_to_all`` that concern one rank, in their order in each step."""
-    keep = Step(src=rank, dst=rank, chunk=rank, into=size + rank)
+
+def _steps(size: int, ranks: Ints, senders: Callable[[int], Ints]) -> Iterator[Step]:
+    """The steps of ``all_to_all``, with the local copies of ``ranks`` and the messages of ``senders(distance)``."""
+    keep = Step(src=ranks, dst=ranks, chunk=ranks, into=size + ranks)
     if size == 1:
         yield keep
     for distance in range(1, size):
-        src = np.array(sorted((rank, (rank - distance) % size)))
+        src = senders(distance)
         dst = (src + distance) % size
         move = Step(src=src, dst=dst, chunk=dst, into=size + src)
         yield move if distance > 1 else Step.concat([keep, move])
+
+
+def _rows_of_rank(size: int, rank: int) -> Iterator[Step]:
+    """The rows of ``all_to_all`` that concern one rank, in their order in each step."""
+    return _steps(size, np.array([rank]), lambda distance: np.array(sorted((rank, (rank - distance) % size))))
 
 
 def _load(hosts: Hosts) -> Iterator[LoadItem]:
@@ -57,11 +65,5 @@ def _load(hosts: Hosts) -> Iterator[LoadItem]:
     part=_rows_of_rank,
 )
 def all_to_all(size: int) -> Iterator[Step]:
-    rank = np.arange(size)
-    keep = Step(src=rank, dst=rank, chunk=rank, into=size + rank)
-    if size == 1:
-        yield keep
-    for distance in range(1, size):
-        dst = (rank + distance) % size
-        move = Step(src=rank, dst=dst, chunk=dst, into=size + rank)
-        yield move if distance > 1 else Step.concat([keep, move])
+    ranks = np.arange(size)
+    return _steps(size, ranks, lambda distance: ranks)
