@@ -1,7 +1,8 @@
-"""Sharded streams: each sample once an epoch over ranks and workers, resumable after a crash.
+"""Sharded streams: each sample comes once an epoch over all ranks and workers, and can be resumed after a crash.
 
-Each *consumer* (a worker of a rank) reads as many whole shards; several take turns in a shard that is left over. When
-resumed, it reads again and skips what it has yielded. If the consumers change, the rests of the old ones become shards.
+A *shard* is a source, and a *consumer* a worker of a rank. Each consumer reads equally many whole shards. The samples
+of a shard that is left over go to several consumers in turn. A resumed consumer reads its shards again and skips what
+it has yielded. If the consumers change within an epoch, the rest of each old consumer becomes a shard for the new ones.
 """
 
 from __future__ import annotations
@@ -56,9 +57,10 @@ class ShardedIterable:
 
     def _begin(self, epoch: int, before: list[list[int]]) -> None:
         self._order = Permutation(len(self._sources), [self._seed, epoch])(range(len(self._sources))).tolist()
-        self.epoch, self._before = epoch, before  # samples yielded by all consumers, for each change of the consumers
-        self._yielded = [0] * max(self._workers, 1)  # since then, by each worker of this rank
-        self._full = [*self._yielded]  # the same, if every batch had been full
+        self.epoch = epoch
+        self._before = before  # for each change of the consumers: how many samples each old consumer had yielded
+        self._yielded = [0] * max(self._workers, 1)  # the samples since the last change, by worker of this rank
+        self._full = [*self._yielded]  # how many these samples were if every batch had been full
 
     def batches(self, size: int, collate: Callable[[list[Any]], Any] = default_collate, **kwargs: Any) -> Iterator[Any]:
         """The rest of the epoch in batches, from a DataLoader with these options; ranks may have different numbers.
@@ -113,11 +115,12 @@ class ShardedIterable:
         """The worker's number, the number of samples and the batch, for the rest of its samples."""
         number, consumers = self.rank * len(self._full) + worker, self.size * len(self._full)
         samples = self._read(len(self._before), number, consumers, self._yielded[worker])
-        while chunk := [*islice(samples, size)]:
-            yield worker, len(chunk), collate(chunk)
+        while items := [*islice(samples, size)]:
+            yield worker, len(items), collate(items)
 
     def _read(self, stage: int, consumer: int, consumers: int, skip: int) -> Iterable[Any]:
-        """The samples of a consumer since change number ``stage`` of the consumers, without the first ``skip``."""
+        """The samples of a consumer since change number ``stage`` of the consumers, without the first ``skip``. After a
+        change the shards are what the old consumers had not yielded."""
         if stage:
             old = self._before[stage - 1]
             shards = [partial(self._read, stage - 1, number, len(old), old[number]) for number in range(len(old))]
@@ -130,6 +133,8 @@ class ShardedIterable:
 
 
 class _OfWorker(IterableDataset[Any]):
+    """The dataset of a DataLoader: in worker number n the iterator ``read(n)``, without workers ``read(0)``."""
+
     def __init__(self, read: Callable[[int], Iterator[Any]]) -> None:
         self._read = read
 
@@ -138,7 +143,7 @@ class _OfWorker(IterableDataset[Any]):
 
 
 def _assigned(shards: Sequence[Callable[[], Iterable[Any]]], consumer: int, consumers: int) -> Iterator[Any]:
-    """The samples of the whole shards of a consumer, then a stripe of a shard that is left over."""
+    """The samples of the whole shards of a consumer, then every n-th sample of a shard that n consumers share."""
     whole = len(shards) // consumers * consumers
     for number in range(consumer, whole, consumers):
         yield from shards[number]()
@@ -148,5 +153,6 @@ def _assigned(shards: Sequence[Callable[[], Iterable[Any]]], consumer: int, cons
 
 
 def _shuffled(samples: Iterator[Any], window: int, key: list[int]) -> Iterator[Any]:
+    """The samples, with each run of ``window`` samples in a random order that follows from ``key``."""
     for number, items in enumerate(iter(lambda: [*islice(samples, window)], [])):
         yield from (items[index] for index in Permutation(len(items), [*key, number])(range(len(items))))
