@@ -71,7 +71,7 @@ struct Call {
     std::uint64_t sequence = 0;  // the number of the call, from 1; 0: the first agreement of a new group
     std::uint64_t count = 0;     // elements in all, where the ranks must agree on them
     std::uint64_t layout = 0;    // a checksum of the blocks' lengths, where the ranks must agree on them
-    std::uint64_t longest = 0;   // elements of this rank's longest block; ranks may differ
+    std::uint64_t longest = 0;   // bytes of this rank's longest block; ranks may differ
     std::int32_t root = -1;      // where there is one
     Collective collective = Collective::kBarrier;
     DType dtype = DType::kUInt8;
