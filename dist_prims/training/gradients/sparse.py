@@ -11,7 +11,8 @@ __all__: list[str] = []
 
 
 def announced_sparse(model: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> set[int]:
-    """The numbers of parameters that need no place in a bucket. Others that turn out to be sparse lose theirs later.
+    """The numbers of the parameters whose layers announce sparse gradients, so that they need no place in a bucket. A
+    parameter whose gradient turns out to be sparse without that loses its place later.
 
     >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 2, sparse=True), torch.nn.Linear(2, 2))
     >>> announced_sparse(model, [*model.parameters()])
@@ -23,17 +24,19 @@ def announced_sparse(model: torch.nn.Module, parameters: Sequence[torch.Tensor])
 
 
 def sparse_mean(parameter: torch.Tensor, share: float, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over the ranks of ``share`` times each one's gradient, coalesced, with the same bits on every rank; a
-    rank that has none takes part with nothing.
+    """The sum of ``share`` times the gradient of each rank, coalesced, with the same bits on every rank. A rank without
+    a gradient takes part with an empty one. Every rank calls this.
     """
     own = parameter.grad if parameter.grad is not None else _nothing(parameter)
     own = own.coalesce()
+    # 1. The number of rows of each rank.
     indices, values = own.indices(), own.values() * share
     count = torch.tensor([values.shape[0]], device=values.device)
     counts = [int(each) for each in _gathered(count, group)]
     longest = max(counts)
     if not longest:
         return own
+    # 2. The rows of all ranks, padded to one length.
     all_indices = _gathered(_padded(indices.t(), longest), group)
     all_values = _gathered(_padded(values, longest), group)
     joined = torch.sparse_coo_tensor(
@@ -46,7 +49,7 @@ def sparse_mean(parameter: torch.Tensor, share: float, group: dist.ProcessGroup)
 
 
 def _nothing(parameter: torch.Tensor) -> torch.Tensor:
-    """As embeddings have it: one sparse dimension."""
+    """A sparse gradient without rows, of the layout that embeddings give: one sparse dimension."""
     indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
     return torch.sparse_coo_tensor(indices, parameter.detach()[:0], parameter.shape, check_invariants=False)
 
@@ -56,7 +59,7 @@ def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Of the same shape on every rank."""
+    """The tensors of all ranks, which must have one shape."""
     found = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(found, tensor, group=group)
     return found
