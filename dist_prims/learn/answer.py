@@ -96,14 +96,10 @@ def _step(columns: Any) -> Step:
     if not is_table or len({len(column) for column in columns}) != 1:
         raise _malformed(columns, "the five columns of a step, of one length")
     for column, kind in zip(columns, kinds, strict=True):
-        if not all(_is_number(each, kind) for each in column):
+        if not all(isinstance(each, int) and type(each) is kind and abs(each) < 2**63 for each in column):
             raise _malformed(columns, "whole numbers below 2**63 as src, dst, chunk and into, and bools as reduce")
     src, dst, chunk, into = (np.array(column, np.int64) for column in columns[:4])
     return Step(src, dst, chunk, np.array(columns[4], np.bool_), into)
-
-
-def _is_number(value: Any, kind: type) -> bool:
-    return isinstance(value, int) and type(value) is kind and abs(value) < 2**63
 
 
 def _action(action: Any) -> Action:

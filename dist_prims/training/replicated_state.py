@@ -149,7 +149,8 @@ class ReplicatedState:
         """
         # 1. Where is each rank, and which ranks have the state after the last step that is done?
         members = group_of(group, _OPERATION)
-        tensors = [pair for module in self._modules.values() for pair in _tensors_of(module)]
+        modules = self._modules.values()
+        tensors = [pair for each in modules for pair in (*each.named_parameters(), *each.named_buffers())]
         check_same_model("ReplicatedState", [f"targets={sorted(self._targets)}"], tensors, members)
         position = _Position(self.step, self._is_changed(), self.group is None)
         positions = gather_values((position.step, position.is_changed, position.is_new), members)
@@ -281,10 +282,6 @@ def _note_step(state: weakref.ref[ReplicatedState], *_: object) -> None:
     """Called when an optimizer is about to step."""
     if (alive := state()) is not None:
         alive._has_stepped = True
-
-
-def _tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
