@@ -36,7 +36,7 @@ from ..agreement import broadcast_value
 from ..models import resnet
 from ..schedules.pipelines import PipelinePlan, Row, draw_gantt, pipeline_plan, pipeline_plans, predict
 from ..training.pipeline import Pipeline
-from ..training.pipeline.action_executor import parts
+from ..training.pipeline.action_executor import cut_batch
 from ..training.pipeline.profile import profile
 from ..training.pipeline.split_model import balance, split
 from .arguments import positive, run_on_ranks
@@ -146,7 +146,7 @@ class _Work:
 
     def _alone(self) -> float:
         total = 0.0
-        for x, y in parts((self.inputs, self.targets), self.num_microbatches, "inputs"):
+        for x, y in cut_batch((self.inputs, self.targets), self.num_microbatches, "inputs"):
             loss = functional.cross_entropy(self.model(x), y) * (len(x) / len(self.inputs))
             torch.autograd.backward(loss)
             total += loss.item()

@@ -18,7 +18,7 @@ from ..datasets import digits
 from ..models.resnet import BasicBlock, ResNet
 from ..schedules.pipelines import draw_gantt, predict
 from ..training import Pipeline, split
-from ..training.pipeline.action_executor import parts
+from ..training.pipeline.action_executor import cut_batch
 
 __all__: list[str] = []
 
@@ -80,7 +80,7 @@ def _alone(batches: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
     for images, labels in batches:
         optimizer.zero_grad()
         loss = torch.zeros(())
-        for x, y in parts((images, labels), _MICROS, "images"):
+        for x, y in cut_batch((images, labels), _MICROS, "images"):
             part = F.cross_entropy(model(x), y) * (len(x) / len(images))
             torch.autograd.backward(part)
             loss += part.detach()

@@ -21,7 +21,7 @@ from ...schedules.pipelines import Action, PipelinePlan, Row, pipeline_plan
 from ...tracing import format as fmt
 from ...tracing import recorder
 from .averaging import AverageOnce
-from .loss_weights import Objective, Part
+from .loss_weights import Objective, Share
 from .outside_gradients import Leaves, give_back
 from .shared_tensors import SharedTensor, refuse_trained
 from .stage import StageWorker, Tensors, as_tuple
@@ -67,18 +67,18 @@ def message_to(plan: PipelinePlan, action: Action) -> tuple[str, int, int] | Non
     return ("B", stage - 1, micro) if kind != "W" and stage > 0 else None
 
 
-def is_done(action: Action, learn: bool, num_microbatches: int) -> bool:
+def is_needed(action: Action, learn: bool, num_microbatches: int) -> bool:
     """Whether a batch of ``num_microbatches`` needs the action; ``learn``: with its backward."""
     return action.micro < num_microbatches and (learn or action.kind == "F")
 
 
-def parts(batch: Tensors, num_microbatches: int, what: str) -> list[Tensors]:
+def cut_batch(batch: Tensors, num_microbatches: int, what: str) -> list[Tensors]:
     """Cut a batch into micro-batches whose sizes differ by one at most; a batch of fewer items has one for each item.
     ``what``: the name of the batch in an error.
 
-    >>> parts((torch.arange(5),), 2, "inputs")
+    >>> cut_batch((torch.arange(5),), 2, "inputs")
     [(tensor([0, 1]),), (tensor([2, 3, 4]),)]
-    >>> parts((torch.arange(2),), 4, "inputs")
+    >>> cut_batch((torch.arange(2),), 4, "inputs")
     [(tensor([0]),), (tensor([1]),)]
     """
     sizes = [len(each) if each.dim() else 0 for each in batch]
@@ -105,7 +105,7 @@ class Batch:
         self.lengths = split_evenly(count, min(num_microbatches, count))  # of the micro-batches
         self.inputs: Leaves | None = None
         self.targets: Leaves | None = None
-        self.parts: list[tuple[Part, ...]] = []  # of each micro-batch, its share in the loss and in every metric
+        self.shares: list[tuple[Share, ...]] = []  # of each micro-batch, its share in the loss and in every metric
         # of each micro-batch, what it adds to the loss and to every metric
         self.contributions: dict[int, list[Any]] = {}
         self.sums: torch.Tensor | None = None  # the loss and the metrics of the batch
@@ -119,7 +119,7 @@ class Batch:
     def of(cls, inputs: Any, learn: bool, num_microbatches: int) -> Batch:
         """The batch on the rank that has its inputs."""
         whole = as_tuple(inputs, "the batch of inputs")
-        cut = parts(whole, num_microbatches, "inputs")
+        cut = cut_batch(whole, num_microbatches, "inputs")
         batch = cls(learn, len(whole[0]), num_microbatches)
         batch.inputs = Leaves(whole, cut, learn, apart=True)
         return batch
@@ -131,7 +131,7 @@ class Batch:
 
     def has(self, action: Action) -> bool:
         """Whether an action of the plan is to be done for this batch."""
-        return is_done(action, self.learn, self.num_microbatches)
+        return is_needed(action, self.learn, self.num_microbatches)
 
 
 class Job:
@@ -222,7 +222,7 @@ class Job:
         """Set the targets of a batch, on a device, and compute the share of each micro-batch in the loss."""
         self.objective.check()
         batch.targets = _targets_of(targets, batch, device)
-        batch.parts = self.objective.parts(batch.lengths, batch.targets.micro_batches)
+        batch.shares = self.objective.shares(batch.lengths, batch.targets.micro_batches)
 
     def finish(self, batch: Batch) -> None:
         """Sum the loss and the metrics, join the outputs, and pass the gradients of inputs and targets to the
@@ -297,9 +297,9 @@ class Job:
         """Compute loss and metrics of a micro-batch, and keep its contributions to those of the batch. Return the
         tensor from which its backward begins, and the gradient of that tensor."""
         assert batch.targets is not None
-        parts, targets = batch.parts[micro], batch.targets.micro_batches[micro]
-        root, grad, contributions = self.objective(outputs, targets, parts, self._known_leaves)
-        batch.has_gradient |= root.requires_grad and parts[0].share != 0
+        shares, targets = batch.shares[micro], batch.targets.micro_batches[micro]
+        root, grad, contributions = self.objective(outputs, targets, shares, self._known_leaves)
+        batch.has_gradient |= root.requires_grad and shares[0].fraction != 0
         batch.contributions[micro] = contributions  # the same if a forward is computed again
         return root, grad
 
@@ -356,7 +356,7 @@ class Owner:
         self._job.record = value
 
 
-def from_first(rows: Sequence[Row]) -> list[Row]:
+def times_from_first(rows: Sequence[Row]) -> list[Row]:
     """The rows in the order of time, with times from the beginning of the first."""
     rows = sorted(rows, key=lambda row: row.begin)
     return [row._replace(begin=row.begin - rows[0].begin, end=row.end - rows[0].begin) for row in rows]
@@ -368,7 +368,7 @@ def _targets_of(targets: Any, batch: Batch, device: torch.device | None) -> Leav
     if targets is None:
         return Leaves((), [()] * batch.num_microbatches)
     whole = as_tuple(targets, "the targets")
-    cut = parts(whole, batch.num_microbatches, "targets")
+    cut = cut_batch(whole, batch.num_microbatches, "targets")
     if len(whole[0]) != batch.count:
         raise ValueError(f"pipeline: {len(whole[0])} targets for {batch.count} inputs; every input has one")
     if device is not None:

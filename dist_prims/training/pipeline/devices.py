@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...schedules.pipelines import PipelinePlan, Row
-from .action_executor import Batch, Job, Owner, from_first, in_order, make_plan, message_to
+from .action_executor import Batch, Job, Owner, in_order, make_plan, message_to, times_from_first
 from .loss_weights import Function, Objective
 from .stage import Tensors
 
@@ -75,7 +75,7 @@ class DevicePipeline(Owner):
     def rows(self) -> list[Row]:
         """What was recorded since the last call."""
         rows, self._job.rows = self._job.rows, []
-        return from_first(rows)
+        return times_from_first(rows)
 
     def _run(self, learn: bool, inputs: Any, targets: Any, with_loss: bool = True) -> Tensors | None:
         batch = Batch.of(inputs, learn, self.plan.num_microbatches)

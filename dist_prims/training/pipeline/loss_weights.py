@@ -7,11 +7,11 @@ computed. So the weights are computed from the targets, all of which are known w
 
 >>> from functools import partial
 >>> targets = [(torch.tensor([1, 2, 0]),), (torch.tensor([0, 0, 3]),)]
->>> for (part,) in Objective(partial(F.cross_entropy, ignore_index=0)).parts([3, 3], targets):
-...     print(part.share)
+>>> for (share,) in Objective(partial(F.cross_entropy, ignore_index=0)).shares([3, 3], targets):
+...     print(share.fraction)
 0.6666666666666666
 0.3333333333333333
->>> [part.share for (part,) in Objective(F.mse_loss).parts([3, 1], targets)]
+>>> [share.fraction for (share,) in Objective(F.mse_loss).shares([3, 1], targets)]
 [0.75, 0.25]
 """
 
@@ -40,10 +40,10 @@ _FORWARDS = {getattr(nn, name).forward for name in _MODULES if hasattr(nn, name)
 _IGNORED = -100  # the ignore_index of torch's losses, by default
 
 
-class Part(NamedTuple):
-    """The part of a micro-batch in the batch."""
+class Share(NamedTuple):
+    """The share of a micro-batch in the loss, or in a metric, of the batch."""
 
-    share: float  # its weight, divided by the weight of the batch
+    fraction: float  # its weight, divided by the weight of the batch
     one: float = 1.0  # 1, divided by the weight of the batch
 
 
@@ -101,46 +101,46 @@ class Objective:
         if self.scaler is not None:
             self.scaler.scale(torch.zeros((), device=device))
 
-    def parts(self, lengths: Sequence[int], targets: Sequence[Tensors]) -> list[tuple[Part, ...]]:
-        """The part of every micro-batch in the batch's loss and in each metric."""
-        by_function = [_parts(each, lengths, targets, each is self._given) for each in self._divisors]
+    def shares(self, lengths: Sequence[int], targets: Sequence[Tensors]) -> list[tuple[Share, ...]]:
+        """The shares of every micro-batch in the loss of the batch and in each metric."""
+        by_function = [_shares(each, lengths, targets, each is self._given) for each in self._divisors]
         if self.reduction == "sum":
-            by_function[0] = [Part(1.0)] * len(lengths)
+            by_function[0] = [Share(1.0)] * len(lengths)
         return list(zip(*by_function, strict=True))
 
     def __call__(
-        self, outputs: Tensors, target: Tensors, parts: Sequence[Part], known: Callable[[], Iterable[torch.Tensor]]
+        self, outputs: Tensors, target: Tensors, shares: Sequence[Share], known: Callable[[], Iterable[torch.Tensor]]
     ) -> tuple[torch.Tensor, torch.Tensor, list[Any]]:
         """The root of a micro-batch's backward (the tensor from which it begins), the gradient of the root, and the
         contributions of the micro-batch to the loss and to each metric.
 
         Args:
-            outputs, target: of the micro-batch; ``parts``: its parts in the loss and in each metric.
+            outputs, target: of the micro-batch; ``shares``: its shares in the loss and in each metric.
             known: returns the leaves that the loss may reach past ``outputs``.
         """
         output = outputs[0] if len(outputs) == 1 else outputs
-        value = self._value(outputs, output, target, parts[0])
+        value = self._value(outputs, output, target, shares[0])
         if value.requires_grad and not self._is_checked:
             _refuse_unlisted_parameters(value, outputs, (*known(), *target))
         metrics: list[Any] = []
         if self.metrics:
             with torch.no_grad():
-                pairs = zip(parts[1:], self.metrics.values(), strict=True)
-                metrics = [part.share and each(output, *target) * part.share for part, each in pairs]
+                pairs = zip(shares[1:], self.metrics.values(), strict=True)
+                metrics = [share.fraction and each(output, *target) * share.fraction for share, each in pairs]
             for name, metric in zip(self.metrics, metrics, strict=True):
                 _require_one_number(f"metric {name!r}", metric)
         root = value if self.scaler is None else self.scaler.scale(value)
-        factor = parts[0].share or 1.0
+        factor = shares[0].fraction or 1.0
         return root, torch.full_like(root, factor), [value.detach() * factor, *metrics]
 
-    def _value(self, outputs: Tensors, output: Any, target: Tensors, part: Part) -> torch.Tensor:
+    def _value(self, outputs: Tensors, output: Any, target: Tensors, share: Share) -> torch.Tensor:
         """The loss of a micro-batch; if its weight is 0, its contribution to the loss of the batch."""
         loss, divisor = self.check(), self._divisors[0]
-        if not part.share:  # a mean would divide by zero
+        if not share.fraction:  # a mean would divide by zero
             if divisor is None or divisor.summed is None:
                 zero: torch.Tensor = _Zero.apply(*outputs)  # type: ignore[no-untyped-call]
                 return zero
-            return divisor.summed(output, *target) * part.one  # 0, but for smoothed labels of classes without weight
+            return divisor.summed(output, *target) * share.one  # 0, but for smoothed labels of classes without weight
         checks = divisor is None and self.reduction == "mean" and not self._is_checked
         with _UnweightedMeans() if checks else nullcontext():
             value = loss(output, *target)
@@ -152,8 +152,8 @@ class Objective:
         self._is_checked = True
 
 
-def _parts(divisor: _Divisor | None, lengths: Sequence[int], targets: Sequence[Tensors], given: bool) -> list[Part]:
-    """The part of each micro-batch in a loss or metric with this divisor; None: by their ``lengths``. ``given``: the
+def _shares(divisor: _Divisor | None, lengths: Sequence[int], targets: Sequence[Tensors], given: bool) -> list[Share]:
+    """The share of each micro-batch in a loss or metric with this divisor; None: by their ``lengths``. ``given``: the
     program has given the divisor, which is then called even if a batch has no targets."""
     weights: Sequence[float] = lengths
     if divisor is not None and (given or targets[0]):  # without a target the loss itself raises
@@ -166,8 +166,8 @@ def _parts(divisor: _Divisor | None, lengths: Sequence[int], targets: Sequence[T
             raise ValueError(f"pipeline: the micro-batches weigh {weights}; a weight is a finite number from 0")
     total = sum(weights)
     if not total:
-        return [Part(math.nan)] * len(weights)  # as the mean of nothing is
-    return [Part(each / total, 1 / total) for each in weights]
+        return [Share(math.nan)] * len(weights)  # as the mean of nothing is
+    return [Share(each / total, 1 / total) for each in weights]
 
 
 def _divisor_of(loss: Function) -> _Divisor | None:

@@ -34,7 +34,7 @@ from ...torch_compat import default_group
 from ...tracing import recorder
 from ...tracing.session import begin_trace_of_environment
 from ..state_transfer import transfer
-from .action_executor import Batch, Job, Owner, from_first, make_plan
+from .action_executor import Batch, Job, Owner, make_plan, times_from_first
 from .given_stages import Stages, count_stages, describe, device_of, own_stages, shared_stages
 from .loss_weights import Function, Objective
 from .packet import CALL, FAILED, HEAD, head_of, read_head
@@ -161,7 +161,7 @@ class Pipeline(Owner):
         other ranks. Every rank calls it. Set ``record`` first. The clocks of two hosts may differ."""
         own_rows, self._job.rows = self._job.rows, []
         rows_of_ranks: list[list[Any]] = gather_values([tuple(row) for row in own_rows], self._group)
-        return from_first([Row(*row) for rows in rows_of_ranks for row in rows]) if self._rank == 0 else []
+        return times_from_first([Row(*row) for rows in rows_of_ranks for row in rows]) if self._rank == 0 else []
 
     def _run(self, call: str, inputs: Any, targets: Any) -> Tensors | None:
         """Run a call of the program, "step", "evaluate", "forward" or "forward everywhere", and return the outputs of

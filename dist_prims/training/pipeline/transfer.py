@@ -38,7 +38,7 @@ from ...torch_compat import message_device, timeout_of
 from ...tracing import format as fmt
 from ...tracing import recorder
 from ..group_duplicates import duplicate, end_groups
-from .action_executor import in_order, is_done, message_to
+from .action_executor import in_order, is_needed, message_to
 from .packet import FAILED, HEAD, LAYOUT, Packet, PacketLayout, Pool, head_of, read_head, spec_of
 from .stage import Tensors
 
@@ -93,7 +93,7 @@ def _results(plan: PipelinePlan, learn: bool, num_microbatches: int) -> dict[Act
     """The message with the result of each action, which may go to a stage of the same rank."""
     results = {}
     for action in in_order(plan):
-        if is_done(action, learn, num_microbatches) and (to := message_to(plan, action)):
+        if is_needed(action, learn, num_microbatches) and (to := message_to(plan, action)):
             results[action] = PipelineMessage(*to, plan.rank_of[action.stage], plan.rank_of[to[1]])
     return results
 
@@ -117,7 +117,7 @@ class _Script:
         self.actions = [
             ActionMessages(action, needs.get((action.kind[0], *action[1:])), results.get(action))
             for action in plan.actions[rank]
-            if is_done(action, learn, num_microbatches)
+            if is_needed(action, learn, num_microbatches)
         ]
         # 2. The messages of the rank, in the order of the plan; ``turn`` is the place of each.
         own = [each for each in messages(plan, learn, num_microbatches) if rank in (each.source, each.target)]
