@@ -108,13 +108,8 @@ def _listening() -> Iterator[Fact]:
         yield "ports", _ports(ports())
     except ValueError as error:
         yield "ports", f"fails: {error}"
-    yield (
-        "sockets",
-        (
-            "on several hosts one for each rank (repairs) and one for each group of a rank (TCP; with UCX two); for a "
-            "repaired group a store; for a trace a clock (UDP); under mpirun the store of rank 0"
-        ),
-    )
+    sockets = "one for each rank (repairs) and one for each group of a rank (TCP; with UCX two); for a repaired group"
+    yield "sockets", f"on several hosts {sockets} a store; for a trace a clock (UDP); under mpirun the store of rank 0"
 
 
 def _ports(allowed: range) -> str:

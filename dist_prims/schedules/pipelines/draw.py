@@ -21,7 +21,7 @@ __all__: list[str] = []
 
 AnyRow = tuple[str, int, int, float, float, int]
 
-_LEFT, _RIGHT, _TOP, _LANE, _BAR = 84, 64, 62, 34, 26  # margins, and heights of a rank's row and of its bars, in pixels
+_LEFT, _RIGHT, _TOP, _ROW, _BAR = 84, 64, 62, 34, 26  # margins, and heights of a rank's row and of its bars, in pixels
 _NARROWEST, _WIDEST = 480, 1600
 _COLOURS = {"F": "#0072b2", "B": "#d55e00", "W": "#009e73", "BW": "#8a3f7c"}
 _WORDS = {"F": "forward", "B": "gradient of the input", "W": "gradients of the weights", "BW": "backward"}
@@ -121,10 +121,8 @@ def draw_gantt(
     panels = [_Panel.of(name, each) for name, each in named.items()]
     if not panels:
         raise ValueError(f"gantt {title}: there are no rows to draw")
-    ranks, count = (
-        max(len(each.by_rank) for each in panels),
-        sum(len(rank_rows) for each in panels for rank_rows in each.by_rank),
-    )
+    ranks = max(len(panel.by_rank) for panel in panels)
+    count = sum(len(rank_rows) for panel in panels for rank_rows in panel.by_rank)
     if ranks > _MOST_RANKS or count > _MOST_ROWS:
         raise ValueError(
             f"gantt {title}: {ranks} ranks and {count} actions; a picture shows at most {_MOST_RANKS} ranks and "
@@ -139,7 +137,7 @@ def _svg(panels: Sequence[_Panel], title: str) -> Iterator[str]:
     span = max(panel.span for panel in panels)
     plot = min(max(max(panel.legible_scale() for panel in panels) * span * 8, _NARROWEST, 8 * len(title)), _WIDEST)
     width, scale = round(_LEFT + plot + _RIGHT), plot / span
-    heights = [len(panel.by_rank) * _LANE + (26 if panel.title else 0) for panel in panels]
+    heights = [len(panel.by_rank) * _ROW + (26 if panel.title else 0) for panel in panels]
     tops = [_TOP, *(_TOP + sum(heights[: at + 1]) + 20 * (at + 1) for at in range(len(panels)))]
     axis = tops[-1] - 20
     height = axis + 76
@@ -175,7 +173,7 @@ def _rows_of_ranks(panel: _Panel, top: float, scale: float, width: int) -> Itera
     longest = max(len(panel.number(row)) for rank_rows in panel.by_rank for row in rank_rows)
     label_width = 2 + 7 * longest  # 7 pixels a character
     for rank, rank_rows in enumerate(panel.by_rank):
-        y = top + rank * _LANE
+        y = top + rank * _ROW
         yield f'<text x="24" y="{y + 22}">rank {rank}</text>'
         yield f'<text x="{width - 16}" y="{y + 22}" text-anchor="end" fill="#666">{panel.busy(rank):.0%}</text>'
         for row in rank_rows:
