@@ -13,9 +13,9 @@ Broadcast: the data crosses each link once, cut into one share for each rank of 
 Reduce is the same backwards: a reduce-scatter within each host, a reduce of every share to its rank on the root's host,
 and a gather to the root. Hosts may have different numbers of ranks, as in :mod:`.hierarchical`.
 
-Gather and scatter are for hosts with equally many ranks. In a gather the ranks with the same place on their hosts
-gather their blocks to the one of them that is on the root's host; then the ranks of that host gather to the root.
-Every block crosses one link once, and scatter runs the same phases backwards.
+Gather and scatter are for hosts with equally many ranks. In a gather the ranks with one place on their hosts gather
+their blocks to the rank with that place on the root's host; then the ranks of that host gather to the root. Every block
+crosses one link once. Scatter runs the same phases backwards.
 
     2 hosts of 2 ranks    gather between                0-2  1-3             0 holds blocks 0 and 2, 1 blocks 1 and 3
     root 0                gather in the root's host     0-1
@@ -39,6 +39,8 @@ from ._hierarchy import HostSizes
 
 __all__: list[str] = []
 
+# The names in the formulas of the cards: m ranks a host; M and H, the steps of a binomial tree within a host and
+# between the hosts; w and b, the chunks that the busiest rank of such a tree sends in a gather.
 WHERE = {
     "m": default_ranks_a_host,
     "M": lambda n: ceil_log2(default_ranks_a_host(n)),
