@@ -11,6 +11,7 @@ import numpy as np
 from ..schedules import Schedule, ScheduleError, build, lookup
 from ..schedules.catalogue import SYMBOLS, text_table
 from ..schedules.cost import chunks_sent
+from ..schedules.cost_card import Card
 from ..schedules.draw import caption, describe_contract, numbers, terminal
 from ..schedules.proof import error_of
 from ..schedules.trust import MOST_RANKS
@@ -27,8 +28,9 @@ def add(commands: Any) -> None:
     show.add_argument(
         "collective",
         nargs="?",
-        metavar="COLLECTIVE|FILE.py",
-        help="a collective, or a file that registers algorithms; default: print a table of all algorithms",
+        metavar="COLLECTIVE|FILE",
+        help="a collective, FILE.py that registers algorithms, or a schedule, FILE.json or FILE.xml; "
+        "default: print a table of all algorithms",
     )
     show.add_argument("algorithm", metavar="ALGORITHM", nargs="?", help="default: print a table of them")
     show.add_argument("parameters", nargs="*", metavar="name=value", help="of the algorithm, e.g. hosts=2,2")
@@ -41,6 +43,8 @@ def add(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
+    if given.collective and given.collective.endswith((".json", ".xml")):
+        return _show_file(given)
     collective, algorithm, parameters = _named(given)
     if algorithm is None:
         print(f"{text_table(collective)}\n\n{SYMBOLS}")
@@ -51,11 +55,26 @@ def run(given: argparse.Namespace) -> int:
     if _is_file(given) and (unusable := _unusable(given.collective, schedule)):
         print(f"✗ {unusable}")
         return 1
+    return _show(given, schedule, lookup(collective, algorithm).card)
+
+
+def _show_file(given: argparse.Namespace) -> int:
+    """Show the schedule of a file; it has no card, even if an algorithm has its name."""
+    if given.algorithm:
+        raise ValueError(f"show {given.collective} {given.algorithm}: the file has one schedule; omit the algorithm")
+    try:
+        return _show(given, Schedule.load(given.collective), card=None)
+    except ScheduleError as error:
+        print(f"✗ {given.collective}: {error}")
+        return 1
+
+
+def _show(given: argparse.Namespace, schedule: Schedule, card: Card | None) -> int:
     if given.html:  # first, because the page of a wrong schedule shows its error
         print(f"page     {schedule.html(given.html)}")
     print(f"{_steps(schedule)}\n")
     error = error_of(schedule) if schedule.size <= MOST_RANKS else None
-    for name, value in describe_contract(schedule) if error else _facts(schedule):
+    for name, value in describe_contract(schedule) if error else _facts(schedule, card):
         print(f"{'must end' if error and name == 'ends' else name.ljust(8)} {value}")
     if given.svg:
         print(f"picture  {schedule.draw(given.svg)}")
@@ -114,8 +133,7 @@ def _steps(schedule: Schedule) -> str:
         return f"{caption(schedule)}\n{too_large}"
 
 
-def _facts(schedule: Schedule) -> Iterator[tuple[str, str]]:
-    card = lookup(schedule.collective, schedule.algorithm).card
+def _facts(schedule: Schedule, card: Card | None) -> Iterator[tuple[str, str]]:
     yield from describe_contract(schedule)
     yield "steps", f"{len(schedule.steps)}{f' = {card.steps}' if card and not schedule.parameters else ''}"
     yield "sent", f"{_sent(schedule)}{f'; at most {card.sent}' if card and not schedule.parameters else ''}"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dist_prims.cli import main
 from dist_prims.schedules import ScheduleError, Step, algorithm, algorithms, build, pipelines, unregister
 
 HEAD = "from dist_prims.schedules import Step, algorithm\n"
@@ -109,6 +110,25 @@ def test_an_order_of_a_pipeline_that_does_not_end_is_an_error() -> None:
             pipelines.pipeline_plan("mine", 2, 2).verify()
     finally:
         pipelines.unregister("mine")
+
+
+@pytest.mark.parametrize(("name", "format"), [("a.json", None), ("a.xml", "msccl"), ("b.json", "mscclpp")])
+def test_show_reads_the_schedule_of_a_file(
+    name: str, format: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such a file was taken for the name of a collective."""
+    path, page = build("all_gather", "ring", 3).save(tmp_path / name, format), tmp_path / "page.html"
+    assert main(["show", str(path), "--html", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert "ends     every rank: chunks 0-2, data of ranks 0..2" in out
+    assert "wins" not in out  # the file is not the registered algorithm of its name
+    assert page.read_text().startswith("<!doctype html>")
+    assert main(["show", str(path), "ring"]) == 2
+    assert "the file has one schedule; omit the algorithm" in capsys.readouterr().err
+    if format == "msccl":
+        path.write_text(path.read_text().replace('depid="0"', 'depid="-1"'))
+        assert main(["show", str(path)]) == 1
+        assert f"✗ {path}: race: " in capsys.readouterr().out
 
 
 @pytest.mark.sampled(1)
