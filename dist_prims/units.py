@@ -6,6 +6,7 @@ prefixes, as vendors give them: 25G is 3.125 GB/s.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -26,6 +27,12 @@ def parse_bytes(text: str) -> int:
     if match is None:
         raise ValueError(f"{text!r} is not a size; write 512, 16K, 1M or 2G")
     return int(match[1]) * _BYTES[match[2]]
+
+
+def check_bytes(where: str, nbytes: float) -> None:
+    """ValueError, with the name of the function, unless ``nbytes`` can be the size of data."""
+    if not 0 <= nbytes < math.inf:
+        raise ValueError(f"{where}(nbytes={nbytes!r}): it must be a finite number of bytes, at least 0")
 
 
 def parse_link_speed(text: str) -> float:

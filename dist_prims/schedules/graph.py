@@ -82,6 +82,9 @@ class Graph:
         for (src, dst), count in Counter(link[:2] for link in self.links).items():
             if count > 1:
                 raise ValueError(f"{count} links lead from {src!r} to {dst!r}; add up their bandwidths in one")
+        joined = {node for link in self.links for node in link[:2]}
+        if ranks > 1 and (alone := next((rank for rank in range(ranks) if rank not in joined), None)) is not None:
+            raise ValueError(f"rank {alone} has no link; add one, or reduce the number of ranks, {ranks}")
         if (unreached := np.argwhere(np.isinf(self._seconds[:ranks]))).size:
             src, dst = unreached[0].tolist()
             raise ValueError(f"no way leads from rank {src} to rank {dst}; add a link")
@@ -296,15 +299,16 @@ def _graph(fields: Any) -> Graph:
     if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
         raise ValueError(f'the file has no field "format" of the value "{_FORMAT}"')
     ranks, given = fields.get("ranks"), fields.get("links")
-    if not isinstance(ranks, int) or not isinstance(given, list):
+    if type(ranks) is not int or not isinstance(given, list):
         raise ValueError('it must have "ranks", a number, and "links", a list')
     links: list[Link] = []
     for number, each in enumerate(given):
-        if not isinstance(each, dict) or not _FIELDS <= each.keys() <= {*_FIELDS, "one_way"}:
+        is_one_way = each.get("one_way", False) if isinstance(each, dict) else None
+        if not isinstance(is_one_way, bool) or not _FIELDS <= each.keys() <= {*_FIELDS, "one_way"}:
             raise ValueError(
                 f"link {number} is {each!s:.100}; it must have the fields from, to, latency (seconds), bandwidth "
                 '(bytes a second) and, if it leads one way only, "one_way": true'
             )
         both = _both_ways([(each["from"], each["to"])], each["latency"], each["bandwidth"])
-        links += both[:1] if each.get("one_way") else both
+        links += both[:1] if is_one_way else both
     return Graph(ranks, links)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ..units import check_bytes
 from .contract import COLLECTIVES
 from .cost import Seconds, best_segments, least_seconds, load_seconds, lower_bound, seconds_by_kind
 from .cost_card import ceil_log2
@@ -104,6 +105,7 @@ def recommend(
     """
     if collective not in COLLECTIVES:
         raise ValueError(nearest("collective", collective, COLLECTIVES))
+    check_bytes("recommend", nbytes)
     search = _Search(collective, nbytes, topology, only_best, only_built_in)
     ranked = sorted(search.candidates(), key=lambda candidate: candidate.seconds)
     if not ranked:

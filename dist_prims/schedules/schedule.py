@@ -13,6 +13,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from ..units import check_bytes
 from .cost import Cost, lower_bound, price, seconds
 from .draw import write_loads, write_svg
 from .file import read_schedule, write_schedule
@@ -73,6 +74,7 @@ class Schedule(ScheduleData):
 
         ``alpha``: seconds a message; ``beta``: a byte sent or received; ``gamma``: a byte reduced.
         """
+        check_bytes("cost", nbytes)
         if isinstance(topology, Graph):
             return link_loads(self, topology).seconds(nbytes)
         if topology is not None:

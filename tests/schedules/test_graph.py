@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 from dist_prims.schedules import Graph, algorithms, build
 from dist_prims.schedules.graph import Link, Node
 from dist_prims.schedules.graph_cost import link_loads
+from dist_prims.schedules.recommend import recommend
+from dist_prims.schedules.topology import Level, Topology
 
 MADE = {
     "ring": (Graph.ring(5), 5, 10),
@@ -173,6 +176,17 @@ def test_ranks_of_a_schedule_and_a_graph_must_agree() -> None:
         Graph.ring(5).route(0, 5)
 
 
+@pytest.mark.parametrize("nbytes", [math.nan, math.inf, -1.0])
+def test_a_size_that_no_data_has_is_refused(nbytes: float) -> None:
+    """Its price was nan, infinite or negative."""
+    ring = build("all_gather", "ring", 4)
+    for price in (lambda: ring.cost(nbytes, topology=Graph.ring(4)), lambda: ring.cost(nbytes, alpha=1e-6, beta=1e-9)):
+        with pytest.raises(ValueError, match=rf"cost\(nbytes={nbytes}\): it must be a finite number of bytes"):
+            price()
+    with pytest.raises(ValueError, match=rf"recommend\(nbytes={nbytes}\)"):
+        recommend("all_gather", nbytes, Topology((4,), Level(1e-6, 1e-9), Level(1e-6, 1e-9)))
+
+
 GOOD = (0, 1, 1e-6, 1e9)
 BACK = (1, 0, 1e-6, 1e9)
 WRONG: dict[str, tuple[int, list[Any], str]] = {
@@ -183,6 +197,7 @@ WRONG: dict[str, tuple[int, list[Any], str]] = {
     "no number": (2, [(0, 1, "1us", 1e9)], "link 0.*latency='1us'"),
     "no bandwidth": (2, [(0, 1, 1e-6, 0)], "bandwidth=0; use more than 0"),
     "twice": (2, [GOOD, BACK, GOOD], "2 links lead from 0 to 1; add up their bandwidths"),
+    "a rank alone": (10**9, [GOOD, BACK], "rank 2 has no link; add one, or reduce the number of ranks, 1000000000"),
     "one way": (2, [GOOD], "no way leads from rank 1 to rank 0; add a link"),
 }
 
@@ -198,6 +213,8 @@ def test_a_graph_that_is_wrong_is_refused(case: str) -> None:
     ("change", "message"),
     [
         ({"format": "2"}, 'no field "format" of the value "dist_prims topology 1"'),
+        ({"ranks": True}, '"ranks", a number, and "links", a list'),
+        ({"links": [{"from": 0, "to": 1, "latency": 0, "bandwidth": 1, "one_way": "no"}]}, "link 0 is .*fields from"),
         ({"ranks": "two"}, '"ranks", a number, and "links", a list'),
         ({"links": [{"from": 0, "to": 1}]}, "link 0 is .*it must have the fields from, to, latency"),
         ({"links": [{"from": 0, "to": 1, "latency": 0, "bandwidth": 1, "speed": 1}]}, "link 0 is .*fields from"),
