@@ -44,12 +44,16 @@ def run(given: argparse.Namespace) -> int:
     print(f"bound       {unknown if bound is None else format_duration(bound)}")
     if result.halves:
         print(f"halves      {format_duration(result.halves)}, the bounds of reduce_scatter and all_gather together")
-    for title, priced in (("registered", result.registered), ("found", result.found)):
+    has_found = result.found is not result.registered
+    for title, priced in (("registered", result.registered), ("found", result.found))[: 1 + has_found]:
         times = f", {priced.seconds / bound:.2f} times the bound" if bound else ""
         print(f"{title:<12}{priced.name}: {format_duration(priced.seconds)}{times}")
     steps, chunks = len(result.found.schedule.steps), result.found.schedule.chunks
     print(f"            {steps} steps, {chunks} chunks; proved, after {result.elapsed:.1f} s")
-    is_found = result.best is result.found
+    if result.is_cut_short:
+        when = "before all candidates were tried" if has_found else "before the first schedule was found"
+        print(f"limit       --seconds {given.seconds:g} ended the search {when}")
+    is_found = result.best is not result.registered
     print(f"Use {'the schedule found' if is_found else f'{result.best.name}: nothing found is faster'}.")
     if given.save:
         print(f"saved       {result.schedule.save(given.save)}")

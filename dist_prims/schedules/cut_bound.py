@@ -14,16 +14,20 @@ less than that sum, because segments of one use links while the other leaves the
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from .graph import Graph
+from .graph import Graph, Link
 
 __all__: list[str] = []
 
 _SOURCE = "all ranks at once", 0  # the source of a flow from all ranks; no switch is named by a tuple
 
 
+@functools.lru_cache(maxsize=16)
 def cut_bound(collective: str, graph: Graph, root: int = 0) -> Fraction:
     """The seconds for each byte of the data, without latency; ImportError without networkx.
 
@@ -32,36 +36,47 @@ def cut_bound(collective: str, graph: Graph, root: int = 0) -> Fraction:
     """
     if graph.ranks == 1:
         return Fraction(0)
+    unit = bandwidth_unit(graph)
+    links = [link._replace(bandwidth=int(Fraction(link.bandwidth) / unit)) for link in graph.links]
     if collective in ("broadcast", "all_reduce"):
         ends = [(root, rank) for rank in range(graph.ranks) if rank != root]
         ends += [(dst, src) for src, dst in ends if collective == "all_reduce"]
-        return 1 / Fraction(min(_cut(graph, src, dst, 1)[0] for src, dst in ends))
-    turned = Graph(graph.ranks, [(link.dst, link.src, *link[2:]) for link in graph.links])
-    return _all_gather(graph if collective == "all_gather" else turned)
+        return 1 / (min(_cut(links, src, dst, 1)[0] for src, dst in ends) * unit)
+    turned = [link._replace(src=link.dst, dst=link.src) for link in links]
+    return _all_gather(graph.ranks, links if collective == "all_gather" else turned) / unit
 
 
-def _all_gather(graph: Graph) -> Fraction:
+def bandwidth_unit(graph: Graph) -> Fraction:
+    """The largest number of bytes a second of which each bandwidth is a multiple; every float has such a number."""
+    bandwidths = [Fraction(link.bandwidth) for link in graph.links]
+    scale = max(each.denominator for each in bandwidths)  # powers of two
+    return Fraction(math.gcd(*(int(each * scale) for each in bandwidths)), scale)
+
+
+def _all_gather(size: int, links: list[Link]) -> Fraction:
     """Begin with the links into one rank; while all ranks together cannot send at the rate, take the cut in the way."""
-    size = graph.ranks
-    rate = Fraction(sum(int(link.bandwidth) for link in graph.links if link.dst == 0), size - 1)
+    rate = Fraction(sum(int(link.bandwidth) for link in links if link.dst == 0), size - 1)
     for rank in range(size):
         while True:
-            flow, inside = _cut(graph, _SOURCE, rank, rate.denominator, rate.numerator)
+            flow, inside = _cut(links, _SOURCE, rank, rate.denominator, [rate.numerator] * size)
             if flow >= size * rate.numerator:
                 break
-            crossing = sum(int(link.bandwidth) for link in graph.links if link.src in inside and link.dst not in inside)
+            crossing = sum(int(link.bandwidth) for link in links if link.src in inside and link.dst not in inside)
             rate = Fraction(crossing, sum(isinstance(node, int) for node in inside))
     return 1 / (size * rate)
 
 
-def _cut(graph: Graph, source: Any, rank: int, scale: int, rate: int = 0) -> tuple[int, set[Any]]:
-    """The largest flow to a rank in multiples of ``scale``, and the nodes on the source's side of the narrowest cut."""
+def _cut(links: list[Link], source: Any, rank: int, scale: int, sent: Sequence[int] = ()) -> tuple[int, set[Any]]:
+    """The largest flow to a rank in multiples of ``scale``, and the nodes on the source's side of the narrowest cut.
+
+    ``sent``: what the source sends to each rank, if it is all ranks at once.
+    """
     import networkx
 
     network = networkx.DiGraph()
-    for link in graph.links:
+    for link in links:
         network.add_edge(link.src, link.dst, capacity=int(link.bandwidth) * scale)
-    for each in range(graph.ranks if rate else 0):
-        network.add_edge(_SOURCE, each, capacity=rate)
+    for each, capacity in enumerate(sent):
+        network.add_edge(source, each, capacity=capacity)
     flow, (inside, _) = networkx.minimum_cut(network, source, rank)
     return flow, inside

@@ -1,7 +1,7 @@
 """Schedules found by a machine: a collective on any graph, as trees or ways of which no link carries much.
 
     all_gather      a tree for each chunk of each rank; in step d the chunks go from ranks at distance d of their root
-    broadcast       the same with all chunks at one root
+    broadcast       the same with all chunks at one root, and with trees of few levels (:mod:`.shallow_trees`)
     reduce_scatter  an all_gather whose messages go back, from the last step to the first, and are added
     all_reduce      a reduce_scatter, then an all_gather
     all_to_all      a way for each chunk from one rank to another (:mod:`.ways`)
@@ -16,6 +16,7 @@ unequal speed need steps of unequal length. Trees put each chunk on a shared lin
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import time
@@ -25,14 +26,16 @@ from typing import Any
 
 import numpy as np
 
+from ..units import check_bytes
 from .contract import BLOCKS, ROOTED, contract
-from .cut_bound import cut_bound
+from .cut_bound import bandwidth_unit, cut_bound
 from .flow_bound import flow_bound
 from .graph import Graph
 from .graph_cost import Floats, link_loads
 from .registry import Algorithm, algorithms, lookup
 from .schedule import Schedule
 from .schedule_builder import build
+from .shallow_trees import ShallowTrees
 from .steps import Step, Steps
 from .timed_trees import LENGTHS, TimedTrees, steps_of_timed
 from .trees import Packing, Pairs, Tree, pack, steps_of
@@ -45,6 +48,8 @@ NAME = "synthesized"
 _MOST_TREES, _MOST_WAYS = 1024, 4096  # by default
 _FEW_TREES = 256  # up to so many, long and short trees are tried too
 _LONG, _SHORT, _SHORTEST = 0.2, 3.0, 1000.0  # costs of depth
+_MORE_LEVELS = (1, 2)  # of the trees of a broadcast, than the farthest rank needs
+_MOST_RANKS_CUT = 64  # the cut of a larger graph takes long
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,8 @@ class Synthesis:
 
     ``bound``: the seconds of the cut bound, or of the flow bound of an all_to_all; None without networkx or scipy, or
     if the time did not suffice. ``halves``: for an all_reduce, the sum of the bounds of a reduce_scatter and an
-    all_gather. ``elapsed``: the seconds of the search.
+    all_gather. ``elapsed``: the seconds of the search. ``is_cut_short``: whether the time ended it early; if that was
+    before the first schedule, ``found`` is ``registered``.
     """
 
     best: Priced
@@ -78,6 +84,7 @@ class Synthesis:
     bound: float | None
     halves: float | None
     elapsed: float
+    is_cut_short: bool = False
 
     @property
     def schedule(self) -> Schedule:
@@ -103,7 +110,8 @@ def synthesize(
       64 for a broadcast, else 16, or fewer for many ranks.
     - ``root``: of a broadcast.
     - ``seed``: the same seed finds the same schedule, if the time suffices.
-    - ``seconds``: the search then ends with the best schedule so far, but not before the first; by default 120.
+    - ``seconds``: the search then ends with the best schedule so far; the registered algorithms are priced and the
+      result is proved in any case; by default 120.
     - ``progress``: called with the seconds so far and each schedule that is found.
 
     >>> from dist_prims.schedules import Graph, synthesize
@@ -117,21 +125,24 @@ def synthesize(
         raise ValueError(f"synthesize({collective!r}, root={root}): it must be a rank of a broadcast, else 0")
     if chunks is not None and chunks < 1:
         raise ValueError(f"synthesize(chunks={chunks}): use at least 1")
+    check_bytes("synthesize", nbytes)
     begin = time.perf_counter()
     registered = min((_priced(each, graph, nbytes) for each in _registered(collective, graph, root)), key=_seconds)
     search = _Search(graph, collective, root, seed, begin + seconds)
     every: list[Priced] = []
-    for schedule in itertools.chain(search.schedules(chunks), search.timed(every, nbytes)):
-        every.append(_priced(schedule, graph, nbytes))
-        if progress is not None:
-            progress(time.perf_counter() - begin, every[-1])
-    found = min(every, key=_seconds)
+    with contextlib.suppress(TimeoutError):
+        for schedule in itertools.chain(search.schedules(chunks), search.timed(every, nbytes)):
+            every.append(_priced(schedule, graph, nbytes))
+            if progress is not None:
+                progress(time.perf_counter() - begin, every[-1])
+    is_cut_short = time.perf_counter() > search.until
+    found = min(every, key=_seconds, default=registered)
     found.schedule.verify()
     left = begin + seconds - time.perf_counter()
     bound = _bound([collective], graph, root, nbytes, left)
     halves = _bound(["reduce_scatter", "all_gather"], graph, root, nbytes) if collective == "all_reduce" else None
     best = min(registered, found, key=_seconds)
-    return Synthesis(best, found, registered, bound, halves, time.perf_counter() - begin)
+    return Synthesis(best, found, registered, bound, halves, time.perf_counter() - begin, is_cut_short)
 
 
 def _seconds(priced: Priced) -> float:
@@ -192,18 +203,23 @@ class _Search:
     until: float
 
     def schedules(self, most: int | None) -> Iterator[Schedule]:
-        first = True
+        """The schedules of all numbers of chunks; TimeoutError if the time does not suffice for one of them."""
         for chunks in self._chunks(most):
             roots = self._roots(chunks)
-            for depth_cost in (_SHORTEST, _SHORT, _LONG)[2 * (len(roots) > _FEW_TREES) :]:
-                if first or time.perf_counter() < self.until:
-                    steps = functools.partial(self._steps, roots, depth_cost)
-                    yield self._of_ways(roots, depth_cost) if self._has_ways else self._both_halves(roots, steps)
-                first = False
+            for kind, parameter in self._kinds(len(roots)):
+                steps = functools.partial(self._steps, kind, roots, parameter)
+                yield self._of_ways(roots, parameter) if self._has_ways else self._both_halves(roots, steps)
 
     @property
     def _has_ways(self) -> bool:
         return self.collective == "all_to_all"
+
+    def _kinds(self, trees: int) -> Iterator[tuple[type[Packing], Any]]:
+        """The kinds of so many trees or ways, each with the cost of its depth or the number of its levels."""
+        for depth_cost in (_SHORTEST, _SHORT, _LONG)[2 * (trees > _FEW_TREES) :]:
+            yield (Ways if self._has_ways else Packing), depth_cost
+        if self.collective in ROOTED and trees * self.graph.ranks <= _MOST_TREES:
+            yield from ((ShallowTrees, self._levels + more) for more in _MORE_LEVELS)
 
     def _chunks(self, most: int | None) -> list[int]:
         """The numbers of chunks of a rank, or of a block, that are tried."""
@@ -212,7 +228,32 @@ class _Search:
             most = min(
                 64 if self.collective in ROOTED else 16, (_MOST_WAYS if self._has_ways else _MOST_TREES) // number
             )
-        return sorted({*(4**power for power in range(8) if 4**power < most), max(most, 1)})
+        counts = {*(4**power for power in range(8) if 4**power < most), max(most, 1)}
+        if self.collective in ROOTED:  # trees that fill the links from the root, or between all others, equally
+            equal = {self._full_trees, self.graph.ranks - 1} - {0}
+            counts |= {each for number in equal if number <= most for each in (number, most // number * number)}
+        return sorted(counts)
+
+    @functools.cached_property
+    def _full_trees(self) -> int:
+        """The number of equal trees that can fill the narrowest cut of a broadcast; 0 if it is not known."""
+        if self.graph.ranks > _MOST_RANKS_CUT:
+            return 0
+        try:
+            bound = cut_bound(self.collective, self.graph, self.root)
+        except ImportError:  # networkx is optional
+            return 0
+        return int(1 / (bound * bandwidth_unit(self.graph))) if bound else 0
+
+    @functools.cached_property
+    def _levels(self) -> int:
+        """The pairs between the root of a broadcast and the rank that is the farthest from it."""
+        ranks, depth = [self.root], {self.root: 0}
+        for rank in ranks:  # the list grows while it is read
+            near = [dst for dst in self._pairs.dst[self._pairs.out_of[rank]].tolist() if dst not in depth]
+            depth |= dict.fromkeys(near, depth[rank] + 1)
+            ranks += near
+        return depth[ranks[-1]]
 
     def _roots(self, chunks: int) -> list[Any]:
         """The roots of the trees, or the ends of the ways."""
@@ -230,8 +271,8 @@ class _Search:
     def _pairs_back(self) -> Pairs:
         return Pairs.of(self.graph, backwards=True)
 
-    def _pack(self, kind: type[Packing], pairs: Pairs, roots: Sequence[Any], depth_cost: float) -> list[Tree]:
-        return pack(kind(self.graph, pairs, depth_cost, self.seed), roots, self.until)
+    def _pack(self, kind: type[Packing], pairs: Pairs, roots: Sequence[Any], parameter: Any) -> list[Tree]:
+        return pack(kind(self.graph, pairs, parameter, self.seed), roots, self.until)
 
     def timed(self, every: Sequence[Priced], nbytes: float) -> Iterator[Schedule]:
         """Few steps of given lengths (:mod:`.timed_trees`), where they can take less time than many segments."""
@@ -244,15 +285,14 @@ class _Search:
         seconds = nbytes / chunks / self.graph.bandwidth
         for relative in LENGTHS:
             lengths = np.array(relative) / sum(relative) * busy / (1 + (self.collective == "all_reduce"))
-            if time.perf_counter() < self.until:
-                yield self._both_halves(roots, functools.partial(self._timed_steps, roots, seconds, lengths))
+            yield self._both_halves(roots, functools.partial(self._timed_steps, roots, seconds, lengths))
 
     def _timed_steps(self, roots: Sequence[int], seconds: Floats, lengths: Floats, pairs: Pairs) -> list[Step]:
         packing = TimedTrees(self.graph, pairs, self.seed, seconds, lengths)
         return steps_of_timed(pack(packing, roots, self.until), pairs)
 
-    def _steps(self, roots: Sequence[int], depth_cost: float, pairs: Pairs) -> list[Step]:
-        return steps_of(self._pack(Packing, pairs, roots, depth_cost), pairs, roots)
+    def _steps(self, kind: type[Packing], roots: Sequence[int], parameter: Any, pairs: Pairs) -> list[Step]:
+        return steps_of(self._pack(kind, pairs, roots, parameter), pairs, roots)
 
     def _both_halves(self, roots: Sequence[int], make: Callable[[Pairs], list[Step]]) -> Schedule:
         steps: list[Step] = []

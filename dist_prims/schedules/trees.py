@@ -95,6 +95,8 @@ class Packing:
         self.pairs, self.size, self.depth_cost = pairs, graph.ranks, depth_cost
         self.slowness = graph.bandwidth.max(initial=1) / graph.bandwidth
         self.load = np.zeros(len(graph.links))
+        self.number = np.full((self.size, self.size), -1)  # of the pair of two ranks
+        self.number[pairs.src, pairs.dst] = range(len(pairs.src))
         self.random = np.random.default_rng(seed)
 
     @property
@@ -143,9 +145,13 @@ def pack(packing: Packing, roots: Sequence[Any], until: float = math.inf) -> lis
     Args:
         packing: without trees.
         roots: the root of each tree; several trees may have one root.
-        until: the value of ``time.perf_counter`` from which on no tree is replaced.
+        until: the value of ``time.perf_counter`` from which on no tree is replaced; TimeoutError without all trees.
     """
-    trees = [packing.grow(root, packing.powers[0]) for root in roots]
+    trees: list[Tree] = []
+    for root in roots:
+        if time.perf_counter() > until:
+            raise TimeoutError(f"{len(trees)} of {len(roots)} trees have grown")
+        trees.append(packing.grow(root, packing.powers[0]))
     best, fewest = list(trees), packing.most
     for power in packing.powers:
         for which in packing.random.permutation(len(trees)).tolist():

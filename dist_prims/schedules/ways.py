@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .graph import Graph
 from .steps import Step
 from .trees import NOISE, Packing, Pairs, Tree
 
@@ -24,11 +23,6 @@ __all__: list[str] = []
 
 class Ways(Packing):
     """Ways, and the load that they put on each link, in chunks. A root is here the two ends of a way."""
-
-    def __init__(self, graph: Graph, pairs: Pairs, depth_cost: float, seed: int) -> None:
-        super().__init__(graph, pairs, depth_cost, seed)
-        self.number = np.full((self.size, self.size), -1)
-        self.number[pairs.src, pairs.dst] = range(len(pairs.src))
 
     def grow(self, root: tuple[int, int], power: int) -> Tree:
         """The cheapest way, by Dijkstra's algorithm; its load is added."""

@@ -1,8 +1,10 @@
 """Schedules found for 30 topologies that a seed draws: the bound, the best registered algorithm, what is found.
 
+``--regular`` takes eleven graphs with equal links instead, up to 16 ranks.
+
 The rings, grids, random graphs and groups of hosts have links whose bandwidths differ by a factor of 4 or more.
 
-    python docs/benchmarks/topologies.py [--collective all_gather] [--bytes 256M] [--seed 1]
+    python docs/benchmarks/topologies.py [--collective all_gather] [--bytes 256M] [--seed 1 | --regular]
 
 It prints a table in Markdown; ``seconds`` is the time of the search on this machine, proof and bound included. The
 bound of an all_reduce is the sum of the bounds of a reduce_scatter and an all_gather; of an all_to_all scipy finds it.
@@ -57,15 +59,31 @@ def topologies(seed: int) -> Iterator[tuple[str, Graph]]:
         yield f"hosts of {', '.join(map(str, hosts))}", Graph.hosts(hosts, draw.sample(speeds, len(speeds)))
 
 
+REGULAR = {
+    "ring of 8": Graph.ring(8),
+    "ring of 16": Graph.ring(16),
+    "mesh 4 x 4": Graph.mesh(4, 4),
+    "torus 4 x 4": Graph.torus(4, 4),
+    "fully connected, 8": Graph.fully_connected(8),
+    "fat tree 3 x 4, 3 spines": Graph.fat_tree(3, 4, 3),
+    "fat tree 4 x 4, 2 spines": Graph.fat_tree(4, 4, 2),
+    "dragonfly 4 x 2 x 2": Graph.dragonfly(4, 2, 2),
+    "DGX-1": Graph.dgx1(),
+    "DGX": Graph.dgx(),
+    "two DGX": Graph.dgx(2),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--collective", default="all_gather")
     parser.add_argument("--bytes", default="256M")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--regular", action="store_true")
     given = parser.parse_args()
     print("| topology | bound | best registered | found | found / bound | registered / found | seconds |")
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
-    for name, graph in topologies(given.seed):
+    for name, graph in REGULAR.items() if given.regular else topologies(given.seed):
         result = synthesize(graph, given.collective, parse_bytes(given.bytes))
         registered, found = result.registered, result.found
         bound = result.halves or result.bound
