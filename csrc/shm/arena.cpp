@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -14,14 +15,14 @@
 namespace dist_prims {
 namespace {
 
-constexpr std::size_t kPage = Arena::kPage;
 constexpr std::size_t kPiece = 16 << 20;  // copied and discarded at a time
+constexpr std::size_t kLeastPage = 4096;  // of any machine; an emulated page consists of pages of this size
 
 // The most bytes of a file for this process, in whole pages. A longer file would raise SIGXFSZ.
 std::size_t size_limit() {
     rlimit limit{};
     if (::getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return SIZE_MAX;
-    return static_cast<std::size_t>(limit.rlim_cur) / kPage * kPage;
+    return static_cast<std::size_t>(limit.rlim_cur) / Arena::page() * Arena::page();
 }
 
 // Makes the kernel copy a page of a private mapping. An atomic `or` with 0 would not do: compilers turn it into a load.
@@ -34,6 +35,11 @@ void copy_page(std::byte* page) {
 
 }  // namespace
 
+std::size_t Arena::page() {
+    static const auto bytes = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+    return bytes;
+}
+
 std::unique_ptr<Arena> Arena::make(std::size_t least, std::size_t wanted) {
     const std::size_t limit = size_limit();
     if (least > limit) {
@@ -43,7 +49,7 @@ std::unique_ptr<Arena> Arena::make(std::size_t least, std::size_t wanted) {
                                     std::to_string(limit) + " bytes");
     }
     for (std::size_t size = std::min(std::max(least, wanted), limit);;
-         size = std::max(least, size / 2 / kPage * kPage)) {
+         size = std::max(least, size / 2 / page() * page())) {
         try {
             return std::make_unique<Arena>(make_sparse_memory("dist_prims:tensors", size));
         } catch (const std::system_error&) {
@@ -72,11 +78,11 @@ void Arena::make_private(std::byte* data, std::size_t bytes, std::size_t begin, 
             "the memory of a shared tensor cannot be taken back; other ranks may still write to it");
     }
     ::madvise(data, bytes, MADV_DONTFORK);
-    begin = (begin + kPage - 1) / kPage * kPage;
-    end = end / kPage * kPage;
+    begin = (begin + page() - 1) / page() * page();
+    end = end / page() * page();
     for (std::size_t at = 0; at < bytes; at += kPiece) {
         const std::size_t next = std::min(at + kPiece, bytes);
-        for (std::size_t page = at; page < next; page += kPage) copy_page(data + page);
+        for (std::size_t page = at; page < next; page += kLeastPage) copy_page(data + page);
         const std::size_t first_freed = std::max(at, begin), end_freed = std::min(next, end);
         if (first_freed < end_freed) discard(data + first_freed, end_freed - first_freed);
     }

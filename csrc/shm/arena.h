@@ -15,7 +15,8 @@ namespace dist_prims {
 
 class Arena {
 public:
-    static constexpr std::size_t kPage = 4096;
+    // The bytes of a page: 4 KB on x86-64; 4, 16 or 64 KB on arm64, by the kernel.
+    static std::size_t page();
 
     // An arena of `wanted` bytes. If the machine or a limit of this process forbids that, tries half as many bytes and
     // so on, down to `least`; throws std::system_error if these are too many.

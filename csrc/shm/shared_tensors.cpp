@@ -14,6 +14,7 @@
 namespace dist_prims {
 namespace {
 
+constexpr std::size_t kLeastShared = 4096;     // bytes; a collective works in place on no fewer
 constexpr std::size_t kFirstArena = 64 << 20;  // bytes; a later arena is as large as all before it together
 constexpr std::align_val_t kAlignment{64};     // of ordinary memory, as torch aligns it
 
@@ -40,17 +41,17 @@ std::byte* Exporter::allocate(std::size_t bytes) {
     return block.data;
 }
 
-// Adds a block: ordinary memory if it is shorter than a page, otherwise whole pages of an arena, of a new one if no
+// Adds a block: ordinary memory if it is shorter than kLeastShared, otherwise whole pages of an arena, of a new one if no
 // arena has space.
 Exporter::Block Exporter::new_block(std::size_t bytes) {
-    constexpr std::size_t kPage = Arena::kPage;
-    if (bytes > PTRDIFF_MAX - kPage) throw std::bad_alloc();
+    const std::size_t page = Arena::page();
+    if (bytes > PTRDIFF_MAX - page) throw std::bad_alloc();
     const std::lock_guard lock(mutex_);
     Block block{nullptr, bytes, nullptr};
-    if (bytes < kPage) {
+    if (bytes < kLeastShared) {
         block.data = static_cast<std::byte*>(::operator new(bytes, kAlignment));
     } else {
-        block.bytes = (bytes + kPage - 1) / kPage * kPage;
+        block.bytes = (bytes + page - 1) / page * page;
         std::size_t all = 0;
         for (const auto& arena : arenas_) {
             if (!block.data && (block.data = arena->take(block.bytes))) block.arena = arena.get();

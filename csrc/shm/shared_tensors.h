@@ -6,8 +6,9 @@
 //
 // When a call on shared tensors fails, a peer that was late or stopped may continue the call and write its results much
 // later. The memory is therefore withdrawn before the error is raised: its pages become private to this process, at the
-// same addresses, and the peer writes to pages of the arena that are never reused. The phases of the slot exchange
-// order all accesses of other ranks.
+// same addresses, and the peer writes to pages of the arena that are never reused.
+//
+// Memory order: in_place.h and stamps.h order the accesses of several ranks to the data.
 #pragma once
 
 #include <cstddef>
@@ -30,7 +31,7 @@ public:
     static Exporter& instance();
     bool is_of_this_process() const { return owner_ == this_process(); }
 
-    // A request of less than a page gets ordinary memory: no collective works in place on so little.
+    // A request of less than 4 KB gets ordinary memory: no collective works in place on so little.
     std::byte* allocate(std::size_t bytes);
     void release(std::byte* data) noexcept;
 

@@ -26,7 +26,7 @@ using namespace std::chrono_literals;
 
 namespace {
 
-constexpr std::size_t kPage = 4096;
+constexpr std::size_t kPage = 4096;      // the smallest page of any machine, and the smallest shared tensor
 constexpr std::size_t kCount = 100'000;  // elements of a tensor
 
 // A tensor of doubles.
@@ -161,7 +161,7 @@ CASE(released_memory_is_freed_though_a_peer_has_it_mapped) {
     auto* const seen = reinterpret_cast<double*>(mapping->data() + tensor_ref.offset);
     CHECK(seen[kCount - 1] == 1);
     const std::map<int, SharedTensorRef> arenas{{tensor_ref.descriptor, tensor_ref}};
-    const std::size_t all = allocated(arenas), own = (tensor->bytes + kPage - 1) / kPage * kPage;
+    const std::size_t all = allocated(arenas), page = Arena::page(), own = (tensor->bytes + page - 1) / page * page;
     tensor.reset();
     CHECK(allocated(arenas) == all - own);
 }
@@ -205,7 +205,7 @@ CASE(withdrawal_of_a_tensor) {
     while (turns < 50) std::this_thread::yield();
     Exporter::instance().withdraw(tensor.data, tensor.bytes);
     CHECK(!tensor.ref_of().is_shared());
-    CHECK(allocated(arenas) <= before - tensor.bytes + kPage);
+    CHECK(allocated(arenas) <= before - tensor.bytes + Arena::page());
     std::fill_n(imported, kCount, 7.0);
     Exporter::instance().withdraw(tensor.data, tensor.bytes);  // nothing is left to do
     over = true;
