@@ -1,5 +1,9 @@
 // Reductions in place, in shared tensors of all ranks: each rank reduces its share of the data of all ranks, and writes
 // the result into all tensors.
+//
+// Memory order: the first and the last phase of the call order all accesses (slot_exchange.h). A rank has written its
+// own data before the first phase. Between the two phases only one rank, the owner of the share, accesses a byte of
+// any tensor. Copies past the cache are ended before the last phase, after which each rank has the whole result.
 #pragma once
 
 #include <cstddef>

@@ -17,6 +17,9 @@
 //
 //     rank 0   put 0          put 1: reduce its share of 0              finish: reduce its share of 1
 //     rank 1          put 0: reduce its share of 0    put 1: reduce its share of 1    finish
+//
+// Memory order: until finish() the stamps order a piece (stamps.h), from then on the phases of the call (in_place.h).
+// Between the threads of a process a mutex orders all but `round_` and the budget, which publish no data.
 #pragma once
 
 #include <atomic>

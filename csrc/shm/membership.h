@@ -4,11 +4,18 @@
 // The ranks share one error. The first rank that fails writes a notice to shared memory, and every waiting rank reads
 // it at intervals, so all ranks report the same cause. Every member function may be called from any thread of its rank.
 //
-// Memory order, for any processor. A rank writes its verdict (wait_graph.h) before it stores the notice (release), and
-// readers load the notice first (acquire). A rank stores `left` after its last message (release), and readers load it
-// before they look for messages (acquire). sleep() and wake() need sequential consistency: each side stores, and then
-// loads what the other side stores. That holds for the number of sleepers, and for the change that `over` evaluates,
-// unless a mutex guards it. The cores are hints: relaxed.
+// Memory order, for any processor:
+// 1. A rank writes its verdict (wait_graph.h) before it stores the notice (release). Readers load the notice first
+//    (acquire). The threads of a rank write one verdict, under verdict_guard_.
+// 2. A rank stores `left` after its last message and its last phase (release). Readers load it before they look for
+//    these (acquire). A process that dies stores nothing; the kernel orders its stores before it reports the end.
+// 3. sleep() and wake() need sequential consistency, because each side stores and then loads what the other stores: a
+//    sleeper adds to `sleepers`, then loads what `over` evaluates; the other rank stores that, then loads `sleepers`.
+//    What `over` evaluates is therefore sequentially consistent too, or a mutex guards it. The sleeper loads the wake
+//    count before `over`, and the kernel compares it again under the lock of its queue.
+// 4. The pid is stored before its namespace (release), and loaded after it (acquire).
+// 5. The cores, and the times of WaitPolicy, are hints: relaxed.
+// tests/csrc/test_memory_order.py explores all executions of 3., together with phases and with ring buffers.
 #pragma once
 
 #include <atomic>

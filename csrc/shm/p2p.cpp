@@ -449,7 +449,10 @@ void PointToPoint::check_failures(const Handle& request, LocalDiagnosis& diagnos
                 const std::lock_guard lock(mutex_);
                 return depends_on(*request, peer);
             },
-            [&] { return text(*request); });
+            [&] {
+                const std::lock_guard lock(mutex_);  // another thread may match it: that sets its peer
+                return text(*request);
+            });
         const std::unique_lock lock(mutex_);
         if (request->finished || Clock::now() <= request->deadline) return;
         if (membership_.is_final(diagnosis, {wait_edge(*request)}, request->timeout))

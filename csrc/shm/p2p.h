@@ -17,12 +17,17 @@
 // sleeps on `wake_`. The last thread that leaves wait() wakes it if a request is unfinished, and so does post() for a
 // request with `done` if no thread is in wait().
 //
-// Memory order, for any processor: the sender stores `written` after the bytes (release), and the receiver loads it
-// before it reads them (acquire). The receiver stores `read` after it has copied the bytes, and the sender loads it
-// before it overwrites them. One rank writes each counter, and its threads hold `mutex_`. All four accesses are
-// sequentially consistent, since Membership::sleep() may wait for them. A rank sets its flag `left` in the membership
-// after its last message. depends_on() loads the flag before the counters: if the flag is set and the ring is empty, no
-// message from that rank will come.
+// Memory order, for any processor. One rank stores each counter of a ring, and its threads hold `mutex_`, so a rank
+// loads its own counter without an order:
+// 1. The sender stores `written` after the header and the bytes (release). The receiver loads it before it reads them
+//    (acquire).
+// 2. The receiver stores `read` after it has copied the bytes (release). The sender loads it before it overwrites them
+//    (acquire).
+// 3. All four accesses are sequentially consistent, since Membership::sleep() may wait for each of them.
+// 4. A rank stores its flag `left` in the membership after its last message (release). depends_on() loads the flag
+//    before `written` (acquire): if the flag is set and the ring is empty, no message from that rank will come.
+// 5. `mutex_` orders the requests and their memory between the threads of a rank.
+// tests/csrc/test_memory_order.py explores all executions of 1. to 3.
 #pragma once
 
 #include <condition_variable>

@@ -41,8 +41,8 @@ std::byte* Exporter::allocate(std::size_t bytes) {
     return block.data;
 }
 
-// Adds a block: ordinary memory if it is shorter than kLeastShared, otherwise whole pages of an arena, of a new one if no
-// arena has space.
+// Adds a block: ordinary memory if it is shorter than kLeastShared, otherwise whole pages of an arena, of a new one if
+// no arena has space.
 Exporter::Block Exporter::new_block(std::size_t bytes) {
     const std::size_t page = Arena::page();
     if (bytes > PTRDIFF_MAX - page) throw std::bad_alloc();

@@ -13,11 +13,17 @@
 // has returned from phase t + 1. At that point all readers have posted t + 1, so they have finished reading the data of
 // t.
 //
-// Memory order, for any processor: posting is a store to the rank's phase counter, after its data and its call were
-// written (release). Waiting ends with a load of each other counter, before their data is read (acquire). A reader has
-// read before it posts again, so the store of its counter also ends its loads for the writer that overwrites the slot.
-// The accesses are sequentially consistent, because of two ranks that post at once at least one must see that it is the
-// last, and the last rank must see which ranks sleep (membership.h).
+// Memory order, for any processor. Each rank stores its own phase counter and loads those of the others:
+// 1. The data and the call are written before the store of the counter (release). Readers load the counter of each rank
+//    before they read its data and its call (acquire).
+// 2. A slot is reused without a race, because a reader has read it before it stores its counter for the next phase
+//    (release), and the writer loads that counter before it overwrites the slot (acquire).
+// 3. All these accesses are sequentially consistent: of two ranks that post at once at least one must see that it is
+//    the last, and the last rank must see which ranks sleep (membership.h).
+// 4. `calls` (release, acquire) orders `number` for the wait-for graph: a reader sees the number of that call or of a
+//    later one.
+// Copies past the cache are ended before phase() (streaming.h). tests/csrc/test_memory_order.py explores all executions
+// of 1. to 3. for two ranks, and of 3. for three.
 #pragma once
 
 #include <chrono>

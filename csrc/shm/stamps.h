@@ -7,9 +7,10 @@
 // count. A first design kept the stamps in front of the data and stamped with the round alone; a second sum on the same
 // data found the stamps of the first.
 //
-// Memory order, for any processor: a rank writes the data of a piece (and ends copies past the cache) before it stores
-// the stamp (release); a reader loads all stamps of the piece before it reads the data (acquire). The end of a round
-// needs no stamps: its phases order the data.
+// Memory order, for any processor: a rank writes the data of a piece, and ends copies past the cache, before it stores
+// the stamp (release). A reader loads the stamps of all ranks before it reads the data of the piece and writes the
+// result over it (acquire): no rank accesses that range again before the end of the round, whose phases order the data
+// (in_place.h). tests/csrc/test_memory_order.py explores all executions.
 #pragma once
 
 #include <atomic>
@@ -24,7 +25,7 @@ namespace dist_prims {
 
 class Stamps {
 public:
-    static constexpr std::size_t kCount = 512;  // a page
+    static constexpr std::size_t kCount = 512;  // 4 KB, the least that is shared
 
     struct Announcement {
         SharedTensorRef tensor_ref;

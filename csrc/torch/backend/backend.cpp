@@ -101,7 +101,7 @@ PrimsBackend::~PrimsBackend() {
 
 void PrimsBackend::setTimeout(Milliseconds timeout) {
     options_->timeout = timeout;
-    for (const auto& backend : {gloo_->get_if_made(), setup_->accelerator}) {
+    for (c10d::Backend* const backend : {gloo_->get_if_made(), setup_->accelerator.get()}) {
         if (backend) backend->setTimeout(timeout);
     }
 }

@@ -30,10 +30,11 @@ public:
         const auto failed = caught([this] { backend_ = make_(); });
         making_thread_ = std::thread::id();
         if (failed) std::rethrow_exception(failed);
-        return backend_.get();
+        made_ = backend_.get();
+        return made_;
     }
-    // Returns null if the backend has not been made.
-    const BackendPtr& get_if_made() const { return backend_; }
+    // Returns null if the backend has not been made. It does not wait while another thread makes the backend.
+    c10d::Backend* get_if_made() const { return made_; }
     // Never destroys the backend: for a forked child, which must not end its parent's group.
     void leak() { static_cast<void>(backend_.release()); }
 
@@ -41,7 +42,8 @@ private:
     const std::function<BackendPtr()> make_;
     std::mutex guard_;
     std::atomic<std::thread::id> making_thread_{};  // the thread in make_()
-    BackendPtr backend_;
+    BackendPtr backend_;                            // under guard_
+    std::atomic<c10d::Backend*> made_{nullptr};     // backend_, stored when it is whole, for threads without the guard
 };
 
 }  // namespace dist_prims

@@ -4,7 +4,8 @@
 // A window belongs to a group on one host. A put copies data into the memory of the peer, which is mapped here
 // (shared_tensors.h): it is done when it returns. A signal is a message without data, under tags that users do not
 // have. A wait for a signal is therefore a receive, with the same timeout and the same checks for failures. What a rank
-// has put before it sends a signal is visible to the peer after the wait for the signal.
+// has put before it sends a signal is visible to the peer after the wait for the signal: the copy comes before the
+// store of `written` (shm/p2p.h), which the peer loads before the wait ends.
 #pragma once
 
 #include "backend.h"
