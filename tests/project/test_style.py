@@ -52,7 +52,7 @@ LAYERS: dict[str, set[str]] = {
     "repair": {"agreement", "backend", "backend_name", "collectives", "errors", "rendezvous", "torch_compat"},
     "stand_in": {"backend_name", "torch_compat"},
     "autoload": {"backend", "backend_name", "rendezvous", "repair", "stand_in", "torch_compat"},
-    "integrations": {"backend", "backend_name", "repair", "torch_compat"},
+    "integrations": {"backend", "backend_name", "rendezvous", "repair", "torch_compat"},
     "launch": {"agreement", "autoload", "processes", "rendezvous", "threads", "tracing"},
     "training": {"agreement", "backend", "collectives", "errors", "schedules", "torch_compat", "tracing"},
     "models": {"parallel", "torch_compat", "training"},
