@@ -13,8 +13,8 @@ thread_local constinit bool in_background = false;
 std::thread start_thread(const std::string& what, std::function<void()> body) {
     try {
         return std::thread([body = std::move(body)]() mutable {
-            caught(body);
-            body = nullptr;
+            caught(body);    // an exception ends the thread, and no other effect
+            body = nullptr;  // frees what the body holds before the thread ends
         });
     } catch (const std::system_error& error) {
         rlimit limit{};
@@ -27,7 +27,8 @@ std::thread start_thread(const std::string& what, std::function<void()> body) {
     }
 }
 
-// The promise goes with the body when that has ended, however that came about, and then the future is ready.
+// The body holds the promise. start_thread() frees the body after it has returned or thrown, which makes the future
+// ready.
 Thread::Thread(const std::string& what, std::function<void()> body) {
     const auto running = std::make_shared<std::promise<void>>();
     ended_ = running->get_future();

@@ -65,7 +65,7 @@ class Call:
     blocks: Sequence[int]  # the number of elements of each block; a schedule splits a block evenly into chunks
     source: Blocks  # the input: a flat tensor for each block, or None where this rank has no input
     target: Blocks  # the output, in the same way
-    common: Sequence[int]  # the lengths on which all ranks must agree: their number, and each value
+    common: Sequence[int]  # the block lengths on which all ranks must agree: how many, and each length
     even: bool  # whether all blocks have the same length
 
     def __init__(
@@ -135,7 +135,8 @@ class Call:
     def write(self, tensor: torch.Tensor, keep: bool = False) -> torch.Tensor:
         """Return a flat tensor for the result: the memory of ``tensor``, or a buffer that is later copied to it.
 
-        ``keep``: the buffer begins with the elements of ``tensor``.
+        ``keep``: the buffer begins with what ``read`` returns for ``tensor``. If the result is the memory of ``tensor``
+        itself, the caller gets the input by ``read``.
         """
         self._check_type(tensor)
         if self.is_flat(tensor):

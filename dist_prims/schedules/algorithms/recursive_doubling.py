@@ -6,6 +6,9 @@ step k each group of 2^(k+1) ranks holds its common sum, and after log2 n steps 
     size 4, step 0    0 <-> 1    2 <-> 3    0 and 1 hold r0+r1, 2 and 3 hold r2+r3
             step 1    0 <-> 2    1 <-> 3    all hold (r0+r1)+(r2+r3)
 
+If n is not a power of two, these are the steps of the first p ranks, the largest power of two up to n. The n - p
+surplus ranks first give their data to ranks 0, 1, ..., and get the result in a last step.
+
 No algorithm has fewer steps; each step moves the whole buffer. Both ranks of a pair add the same two sums, so all ranks
 end with the same bits.
 

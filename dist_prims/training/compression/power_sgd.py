@@ -29,7 +29,7 @@ __all__: list[str] = []
 
 
 class PowerSGD(Staged):
-    """Matrices in ``rank`` columns and rows; vectors, and matrices that would not get smaller, as they are.
+    """A matrix is sent as two factors of ``rank`` columns. Vectors, and matrices that would not shrink, as they are.
 
     The first ``warm_up`` steps are not compressed: early gradients are not of a low rank. A tensor of more dimensions
     is the matrix of its first dimension and all others. ``seed`` draws the first Q, which is the same on all ranks.
