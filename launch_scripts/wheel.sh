@@ -3,8 +3,9 @@
 #
 # dist/dist_prims-*-py3-none-manylinux_*.whl is for every Python 3.10 or later. It has the core, the libraries for UCX and for
 # MPICH's and Open MPI's handles, and an adapter for each torch and each Python whose headers are here; others are compiled at
-# first use. dist/dist_prims-*-none-any.whl has no native library: schedules, proofs, pictures, for any system. Tools and torch
-# packages are kept in build/wheel.
+# first use. Where Debian's g++-aarch64-linux-gnu is installed, there is such a wheel for arm64, too, but without adapters: to
+# link them takes the libraries of an arm64 torch. dist/dist_prims-*-none-any.whl has no native library: schedules, proofs,
+# pictures, for any system. Tools and torch packages are kept in build/wheel.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
@@ -36,7 +37,7 @@ for version in "$@"; do # headers and libraries to link to; what torch needs to 
     first=${first:-$folder}
 done
 
-rm -rf "$work/built"
+rm -rf "$work/built" "$work/built-arm64"
 pythons=
 for minor in 10 11 12 13 14; do
     other=$(command -v python3.$minor) || continue
@@ -50,6 +51,12 @@ PYTHONPATH=$first pip wheel --no-build-isolation --no-deps --wheel-dir "$work/bu
 say repairing
 PATH=$work/tools/bin:$PATH "$work/tools/bin/auditwheel" repair --plat "$platform" --wheel-dir dist \
     --exclude 'libtorch*.so' --exclude 'libc10*.so' "$work"/built/*.whl
+if [ "$(uname -m)" != aarch64 ] && command -v aarch64-linux-gnu-g++ >/dev/null; then
+    say compiling for arm64, without adapters
+    CXX=aarch64-linux-gnu-g++ _PYTHON_HOST_PLATFORM=linux-aarch64 DIST_PRIMS_TORCH='' DIST_PRIMS_PYTHON='' \
+        pip wheel --no-build-isolation --no-deps --wheel-dir "$work/built-arm64" .
+    PATH=$work/tools/bin:$PATH "$work/tools/bin/auditwheel" repair --plat auto --wheel-dir dist "$work"/built-arm64/*.whl
+fi
 say building the wheel without native libraries
 DIST_PRIMS_PURE=1 pip wheel --no-build-isolation --no-deps --wheel-dir dist .
 say done
