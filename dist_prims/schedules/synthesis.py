@@ -229,21 +229,23 @@ class _Search:
                 64 if self.collective in ROOTED else 16, (_MOST_WAYS if self._has_ways else _MOST_TREES) // number
             )
         counts = {*(4**power for power in range(8) if 4**power < most), max(most, 1)}
-        if self.collective in ROOTED:  # trees that fill the links from the root, or between all others, equally
-            equal = {self._full_trees, self.graph.ranks - 1} - {0}
-            counts |= {each for number in equal if number <= most for each in (number, most // number * number)}
+        # Numbers that fill the narrowest cut, or from one root the links between all others, equally.
+        equal = {self._full_trees, self.graph.ranks - 1 if self.collective in ROOTED else 0} - {0}
+        counts |= {each for number in equal if number <= most for each in (number, most // number * number)}
         return sorted(counts)
 
     @functools.cached_property
     def _full_trees(self) -> int:
-        """The number of equal trees that can fill the narrowest cut of a broadcast; 0 if it is not known."""
-        if self.graph.ranks > _MOST_RANKS_CUT:
+        """The smallest number of trees of a root that can fill the narrowest cut equally; 0 if it is not known."""
+        if self.graph.ranks > _MOST_RANKS_CUT or self._has_ways:
             return 0
+        collective = "all_gather" if self.collective == "all_reduce" else self.collective
         try:
-            bound = cut_bound(self.collective, self.graph, self.root)
+            bound = cut_bound(collective, self.graph, self.root)
         except ImportError:  # networkx is optional
             return 0
-        return int(1 / (bound * bandwidth_unit(self.graph))) if bound else 0
+        blocks = 1 if self.collective in ROOTED else self.graph.ranks
+        return (blocks * bound * bandwidth_unit(self.graph)).denominator if bound else 0
 
     @functools.cached_property
     def _levels(self) -> int:
