@@ -56,7 +56,8 @@ class PublicName:
 def public_modules() -> list[ModuleType]:
     """The modules of the public interface, those of the shortest path first."""
     found = (module.name for module in pkgutil.walk_packages(dist_prims.__path__, "dist_prims."))
-    names = [name for name in found if not any(part.startswith("_") for part in name.split("."))]
+    # Adapters need their frameworks, and are not part of the reference.
+    names = [name for name in found if not any(part.startswith(("_", "integrations")) for part in name.split("."))]
     modules = [dist_prims, *map(importlib.import_module, names)]
     return sorted((each for each in modules if getattr(each, "__all__", [])), key=lambda each: each.__name__.count("."))
 
