@@ -277,6 +277,7 @@ WorkPtr PrimsBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOp
 }
 
 WorkPtr PrimsBackend::barrier(const c10d::BarrierOptions& opts) {
+    check_owner();
     if (setup_->accelerator && opts.device && !opts.device->is_cpu()) return setup_->accelerator->barrier(opts);
     const auto record = profiler_record("barrier", opts.asyncOp, Tensors(), Tensors());
     return submit(CollectiveCall{}, call_options(Collective::kBarrier, opts), {});
