@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import os
 import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from ..rendezvous.group_secret import address_of_store, announce_missing_secret,
 from ..rendezvous.handshake import HOSTS, handshake
 from ..rendezvous.hosts import host_id, network_number
 from ..rendezvous.network import ports
-from ..rendezvous.rank_values import timeout_while_made, values_of_ranks
+from ..rendezvous.rank_values import make_and_publish, timeout_while_made, values_at, values_of_ranks, wait_for_readers
 from ..rendezvous.secret import Secret
 from ..schedules import Schedule
 from ..torch_compat import backend_of, default_group, device_types, nccl_options
@@ -45,7 +46,7 @@ from .multi_host import MultiHostSchedules
 from .options import BackendOptions, keep_options, slot_bytes_of
 from .origin import GroupRequest, Origin, Repairs, Trait
 from .pins import pin_schedules
-from .tuning import tuned
+from .tuning import ONE_SHOT_BYTES, tuned
 
 __all__: list[str] = []
 
@@ -145,13 +146,15 @@ def _make_group(request: GroupRequest, monitor: _DeathMonitor) -> Any:
     ports()  # raises for a wrong DIST_PRIMS_PORTS
     # 2. The handshake: from here on only the ranks of this attempt use the store.
     rank, size, ranks = request.rank, request.size, request.all_ranks
-    store, attempt, hosts, secret = _handshake(request, monitor)
+    requested = _requested_transport(request, options.transport)
+    store, attempt, hosts, secret, common = _handshake(request, requested, monitor)
     temporary = _TemporaryKeys(store, [HOSTS] if rank == 0 and size > 1 else [])
     if Trait.LISTED in request.traits:
         _compare_ranks(temporary, rank, ranks)
     # 3. What C++ reads of the group.
     check = functools.partial(require_proof, rank=rank)  # of the schedules that are not part of the package
-    one_shot = options.one_shot_bytes
+    if (one_shot := options.one_shot_bytes) is None:  # between hosts no all_reduce is of one shot
+        one_shot = tuned(size, warn=ranks[rank] == 0) if len(set(hosts)) == 1 else ONE_SHOT_BYTES
     setup = GroupSetup(
         made=MadeGroup(request, hosts, attempt, secret.key("registers", attempt) if secret else b""),
         store=store,
@@ -159,13 +162,14 @@ def _make_group(request: GroupRequest, monitor: _DeathMonitor) -> Any:
         multi_host=None,
         accelerator=_nccl(store, rank, size, request.timeout),
         slot_bytes=slot_bytes,
-        one_shot_bytes=tuned(size, warn=ranks[rank] == 0) if one_shot is None else one_shot,
+        one_shot_bytes=one_shot,
         network=0,
         dump=dump_file(request.name, rank),
     )
     if len(set(hosts)) > 1:
-        key = secret.key("connections", attempt).hex() if secret else ""
-        _connect_hosts(setup, temporary, options.transport, key, check)
+        if secret:
+            common = common._replace(key=secret.key("connections", attempt).hex())
+        _connect_hosts(setup, temporary, bool(requested), common, check)
     # 4. The backend. Its ranks attach to the shared memory of their host, connect to other hosts, and agree.
     backend = extension().PrimsBackend(
         store=store, rank=rank, size=size, timeout=request.timeout, setup=setup, ended=monitor.first_dead
@@ -177,37 +181,78 @@ def _make_group(request: GroupRequest, monitor: _DeathMonitor) -> Any:
     return backend
 
 
-def _connect_hosts(setup: GroupSetup, store: Any, transport: str, key: str, check: Callable[[Schedule], None]) -> None:
+class _Common(NamedTuple):
+    """What rank 0 has decided for a group on several hosts, in the handshake."""
+
+    costs: Mapping[str, Any] = {}  # of the links; empty if C++ measures them later
+    transport: str = ""  # the one that rank 0 proposes
+    family: str = ""  # of the addresses of all ranks
+    problem: str = ""  # why there is no such family
+    key: str = ""  # by which connections prove that they are from a rank of the group
+    address: str = ""  # at which this rank listens, which the rank adds itself
+
+
+def _decide(request: GroupRequest, requested: str, has_secret: bool, hosts: list[str], descriptions: list[str]) -> str:
+    """Decide on rank 0 what all ranks of a group have in common; ``descriptions``: of their addresses, by rank."""
+    if len(set(hosts)) == 1:
+        return ""
+    family, problem = tcp_endpoint.choose_family(descriptions, address_of_store(request.store))
+    return json.dumps(
+        _Common(
+            costs=link_costs.known(hosts, warn=request.all_ranks[0] == 0),
+            transport=transport_selection.propose(request.all_ranks, requested),
+            family=family,
+            problem=problem,
+            key="" if has_secret else secrets.token_hex(32),  # which every process that can read the store can read
+        )
+    )
+
+
+def _requested_transport(request: GroupRequest, transport: str) -> str:
+    """The transport that this rank requests; empty for none. ``transport``: the request of the caller."""
+    requested = transport or os.environ.get("DIST_PRIMS_TRANSPORT", "")
+    return "tcp" if Trait.WITHOUT_MPI in request.traits and requested in ("", "mpi") else requested
+
+
+def _connect_hosts(
+    setup: GroupSetup, store: Any, is_requested: bool, common: _Common, check: Callable[[Schedule], None]
+) -> None:
     """Set in ``setup`` what a group needs only if it spans hosts: schedules, the transport, the registers for repairs.
 
     Args:
         setup: of the new group.
         store: for values that are deleted when the group has been made.
-        transport: the transport that the caller requests, or an empty string.
-        key: proves that a connection is from a rank of the group; empty without a secret.
+        is_requested: whether this rank requests a transport.
+        common: what rank 0 has decided.
         check: raises for an incorrect schedule.
     """
     made, request = setup.made, setup.made.request
     rank, hosts = request.rank, made.hosts
     clock.register(setup.store, rank)
+    if common.problem:
+        wait_for_readers(store, rank, "problem", request.size)
+        raise RuntimeError(f"rank {rank}: {common.problem}")
     # 1. Schedules, by the costs of the links. If rank 0 does not know the costs, C++ measures them later.
-    costs = link_costs.of_rank_0(store, rank, hosts, warn=setup.ranks[0] == 0)
-    setup.network = 0 if costs else network_number()
-    setup.multi_host = MultiHostSchedules(hosts, rank, costs or link_costs.uncalibrated(hosts), check)
+    setup.network = 0 if common.costs else network_number()
+    setup.multi_host = MultiHostSchedules(hosts, rank, common.costs or link_costs.uncalibrated(hosts), check)
     remember_hosts(request.name, setup.multi_host.order)
     # 2. The transport, the same on all ranks.
-    requested = transport or os.environ.get("DIST_PRIMS_TRANSPORT", "")
-    if Trait.WITHOUT_MPI in request.traits and requested in ("", "mpi"):
-        requested = "tcp"
-    selected = transport_selection.select(store, rank, setup.ranks, requested)
-    address = tcp_endpoint.common_address(store, rank, request.size, address_of_store(request.store))
+    selected = transport_selection.select(store, rank, setup.ranks, common.transport, is_requested)
+    address = common.address
+
+    def listen_for_repairs() -> str:
+        own, made.registers = quorum_ranks.listen_for_repairs(rank, hosts, address, made.attempt, made.key)
+        return own
+
+    # 3. Where each rank listens for repairs, and for messages of the other hosts.
     if selected == "mpi":
         setup.mpi = mpi_library.make(setup.ranks, request.timeout)
+        _, made.addresses = make_and_publish(
+            store, rank, request.size, "repair", lambda: (None, listen_for_repairs()), "cannot listen for repairs"
+        )
     else:
-        setup.tcp = tcp_endpoint.make(store, rank, hosts, address, key)
+        setup.tcp, made.addresses = tcp_endpoint.make(store, rank, hosts, address, listen_for_repairs, common.key)
         setup.ucx = ucx_library.make(store, rank, request.size, address) if selected == "ucx" else None
-    # 3. Where each rank listens for repairs.
-    made.addresses, made.registers = quorum_ranks.publish(store, rank, hosts, address, made.attempt, made.key)
 
 
 class _TemporaryKeys:
@@ -280,37 +325,56 @@ class _Handshake(NamedTuple):
     attempt: str  # the name of this attempt, which is random
     hosts: list[str]  # by rank
     secret: Secret | None  # of the ranks; None if they have none, or the group has one rank
+    common: _Common
 
 
-def _handshake(request: GroupRequest, monitor: _DeathMonitor) -> _Handshake:
+def _handshake(request: GroupRequest, requested: str, monitor: _DeathMonitor) -> _Handshake:
     """Meet the other ranks in the store of the request (:func:`dist_prims.rendezvous.handshake.handshake`)."""
     rank, size, timeout = request.rank, request.size, request.timeout
     store = dist.PrefixStore(NAME, request.store)
     store.set_timeout(timeout)
     if size == 1:
-        return _Handshake(store, secrets.token_hex(8), [host_id()], None)
+        return _Handshake(store, secrets.token_hex(8), [host_id()], None, _Common())
     secret = secret_of_group(request.store, Trait.SEVERAL_LAUNCHERS in request.traits)
     if secret is None and rank == 0:
         announce_missing_secret(request.store)
     deadline = time.monotonic() + timeout.total_seconds()
     try:
-        attempt, hosts = handshake(store, rank, size, deadline, secret, request.common_name, monitor.check)
+        description = tcp_endpoint.describe_addresses()
+        attempt, hosts, decision = handshake(
+            *(store, rank, size, deadline, secret, request.common_name, monitor.check),
+            text=description,
+            decide=functools.partial(_decide, request, requested, secret is not None),
+        )
     except TimeoutError as error:
         raise timeout_while_made(rank, str(error)) from error
     own_store = dist.PrefixStore(attempt, store)
     signed = own_store if secret is None else extension().SignedStore(own_store, secret.key("store", attempt))
-    return _Handshake(signed, attempt, hosts, secret)
+    common = _Common(*json.loads(decision)) if decision else _Common()
+    if common.family:
+        common = common._replace(address=tcp_endpoint.address_of_family(description, common.family))
+    return _Handshake(signed, attempt, hosts, secret, common)
 
 
 def _compare_ranks(store: Any, rank: int, ranks: list[int]) -> None:
     """Raise ValueError on all ranks if two were given different lists of ranks."""
-    store.set(f"ranks/{rank}", json.dumps(ranks))
-    for other, text in enumerate(values_of_ranks(store, rank, "ranks", len(ranks))):
-        if (its_ranks := json.loads(text)) != ranks:
-            raise ValueError(
-                f"split_group: the ranks disagree: rank {rank} of the new group was given the global ranks {ranks}, "
-                f"and rank {other} {its_ranks}; pass the same list, in the same order, on each of them"
-            )
+    # 1. Digests of the lists: the lists of all ranks would have n^2 numbers.
+    text = json.dumps(ranks)
+    store.set(f"ranks/{rank}", hashlib.sha256(text.encode()).hexdigest())
+    digests = values_of_ranks(store, rank, "ranks", len(ranks))
+    if len(set(digests)) == 1:
+        return
+    # 2. Two lists that differ, for the error: of rank 0 and of the first rank with another list.
+    unlike = next(other for other, digest in enumerate(digests) if digest != digests[0])
+    if rank in (0, unlike):
+        store.set(f"list of ranks/{rank}", text)
+    other = unlike if digests[rank] == digests[0] else 0
+    [its_ranks] = values_at(store, rank, {other: f"list of ranks/{other}"})
+    wait_for_readers(store, rank, "ranks", len(ranks))
+    raise ValueError(
+        f"split_group: the ranks disagree: rank {rank} of the new group was given the global ranks {ranks}, "
+        f"and rank {other} {its_ranks}; pass the same list, in the same order, on each of them"
+    )
 
 
 def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

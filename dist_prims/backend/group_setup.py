@@ -27,7 +27,7 @@ class MadeGroup:
     hosts: list[str]  # by rank
     attempt: str  # the random name of the attempt that has made it, the same on all ranks
     key: bytes = field(repr=False)  # of the registers by which survivors agree; empty without a secret
-    addresses: list[str] = field(default_factory=list)  # by rank, see quorum_ranks.publish(); empty on one host
+    addresses: list[str] = field(default_factory=list)  # by rank, where each listens for repairs; empty on one host
     registers: Any = None  # the GroupRegisters that this rank serves, if it serves any
     failed_grows: int = 0  # calls of grow() that have failed
     undecided_grow: str = ""  # the agreement of a call of grow() whose outcome this rank does not know

@@ -14,12 +14,10 @@ and everything faster than 5 Gbit/s counts as 10 Gbit/s, since there the process
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..rendezvous.hosts import on_one_machine
-from ..rendezvous.rank_values import from_rank_0
 from ..schedules.cost import FAST_LINK
 from .tuning import CALIBRATION
 
@@ -50,18 +48,13 @@ def uncalibrated(hosts: Sequence[str], outer: Mapping[str, float] = ASSUMED["out
     return {**ASSUMED, "outer": outer, "one_machine": on_one_machine(hosts)}
 
 
-def of_rank_0(store: Any, rank: int, hosts: Sequence[str], warn: bool) -> Costs:
-    """Return on every rank the costs that rank 0 knows; empty if it knows none, and the link is to be measured.
+def known(hosts: Sequence[str], warn: bool) -> Costs:
+    """Return the costs that this rank, rank 0, knows; empty if it knows none, and the link is to be measured.
 
     ``hosts``: the host of each rank. ``warn``: print a message about a calibration that is ignored.
     """
-
-    def read_costs() -> str:
-        outer = _measured.get(_first_two(hosts))
-        return json.dumps(CALIBRATION.read(warn) or (uncalibrated(hosts, outer) if outer else {}))
-
-    costs: Costs = json.loads(from_rank_0(store, rank, len(hosts), "levels", read_costs))
-    return costs
+    outer = _measured.get(_first_two(hosts))
+    return CALIBRATION.read(warn) or (uncalibrated(hosts, outer) if outer else {})
 
 
 def measured(hosts: Sequence[str], alpha: float, beta: float) -> Costs:

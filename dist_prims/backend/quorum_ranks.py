@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
 
-from ..rendezvous.rank_values import make_and_publish
 from ..rendezvous.register_server import GroupRegisters
 from ..rendezvous.served import listening_address, serve_registers
 
@@ -41,31 +39,21 @@ def quorum_ranks(hosts: Sequence[str]) -> list[int]:
     return in_order[: count - (count % 2 == 0)]  # an odd number: 4 ranks tolerate one loss, as 3 do
 
 
-def publish(
-    store: Any, rank: int, hosts: Sequence[str], own_address: str, group: str, key: bytes
-) -> tuple[list[str], GroupRegisters | None]:
-    """Listen for repairs on each rank; return the ``address:port`` of each rank, and the registers of this rank.
+def listen_for_repairs(
+    rank: int, hosts: Sequence[str], own_address: str, group: str, key: bytes
+) -> tuple[str, GroupRegisters | None]:
+    """Listen for repairs on this rank; return ``address:port``, and the registers of this rank.
 
-    Every rank of the group calls this. A process listens until it ends, so a refused connection shows that it has
-    ended. The ranks of :func:`quorum_ranks` also serve registers there; the others have none, and get None. If a rank
-    cannot listen, all ranks raise RuntimeError.
+    A process listens until it ends, so a refused connection shows that it has ended. The ranks of :func:`quorum_ranks`
+    also serve registers there; the others have none, and get None.
 
     Args:
-        store: the store of the group.
         rank: this rank.
         hosts: the host of each rank.
         own_address: the address of this host at which to listen.
         group: the name by which clients ask for the registers of this group.
         key: authenticates the clients; empty if the group has no secret.
     """
-
-    def listen_for_repairs() -> tuple[GroupRegisters | None, str]:
-        if rank not in quorum_ranks(hosts):
-            return None, listening_address(own_address)
-        address, registers = serve_registers(own_address, group, key)
-        return registers, address
-
-    registers, addresses = make_and_publish(
-        store, rank, len(hosts), "repair", listen_for_repairs, "cannot listen for repairs"
-    )
-    return addresses, registers
+    if rank in quorum_ranks(hosts):
+        return serve_registers(own_address, group, key)
+    return listening_address(own_address), None

@@ -1,35 +1,40 @@
 """The TCP endpoint of a rank: the socket at which it listens for ranks of other hosts, and the addresses of all ranks.
 
-``rendezvous/network.py`` finds the addresses of one host. Here the ranks of a group agree on the kind of address that
-they use, IPv4 or IPv6, and publish where they listen in the store of the group.
+``rendezvous/network.py`` finds the addresses of one host. In the handshake of a group each rank tells its addresses to
+rank 0, which chooses the family of address that all ranks use, IPv4 or IPv6. Then each rank publishes where it listens.
 """
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Sequence
+import functools
+import json
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..rendezvous.hosts import has_cores
 from ..rendezvous.network import family_of, is_name, join_address, keep_alive, listen, own_addresses
-from ..rendezvous.rank_values import from_rank_0, make_and_publish
+from ..rendezvous.rank_values import make_and_publish
 from .extension import extension
 
 __all__: list[str] = []
 
 
-def make(store: Any, rank: int, hosts: Sequence[str], address: str, key: str) -> Any:
-    """Listen on this rank, publish where, and return this rank's TcpEndpoint with the addresses of all ranks.
+def make(
+    store: Any, rank: int, hosts: Sequence[str], address: str, listen_for_repairs: Callable[[], str], key: str
+) -> tuple[Any, list[str]]:
+    """Listen on this rank, and publish where.
 
-    Every rank of the group calls this. If a rank cannot listen, all ranks raise RuntimeError.
+    Return this rank's TcpEndpoint with the addresses of all ranks, and where each rank listens for repairs. Every rank
+    of the group calls this. If a rank cannot listen, all ranks raise RuntimeError.
 
     Args:
         store: the store that only the ranks of the group use.
         rank: this rank.
         hosts: the host of each rank.
-        address: the address of this host at which the rank listens, from :func:`common_address`.
-        key: proves that a connection is from a rank of the group; others are refused. If it is empty, rank 0 makes a
-            key, which every process that can read the store can read.
+        address: the address of this host at which the rank listens, from :func:`address_of_family`.
+        listen_for_repairs: returns where this rank listens for repairs, as ``address:port``.
+        key: proves that a connection is from a rank of the group; others are refused.
     """
 
     def listen_for_ranks() -> tuple[Any, str]:
@@ -37,40 +42,66 @@ def make(store: Any, rank: int, hosts: Sequence[str], address: str, key: str) ->
         listening.setblocking(False)
         keep_alive(listening)
         published = join_address(address, listening.getsockname()[1])
-        return extension().TcpEndpoint(listening.detach()), published  # the endpoint owns the descriptor
+        endpoint = extension().TcpEndpoint(listening.detach())  # the endpoint owns the descriptor
+        return endpoint, f"{published} {listen_for_repairs()}"
 
     failure = "cannot listen for the ranks of other hosts"
-    endpoint, addresses = make_and_publish(store, rank, len(hosts), "tcp", listen_for_ranks, failure)
-    endpoint.addresses = addresses
+    endpoint, texts = make_and_publish(store, rank, len(hosts), "tcp", listen_for_ranks, failure)
+    endpoint.addresses, for_repairs = map(list, zip(*map(str.split, texts), strict=True))
     endpoint.polls = has_cores(hosts, rank)
-    endpoint.key = key or from_rank_0(store, rank, len(hosts), "tcp/key", lambda: secrets.token_hex(32))
-    return endpoint
+    endpoint.key = key
+    return endpoint, for_repairs
 
 
-def common_address(store: Any, rank: int, size: int, met_at: str | None) -> str:
-    """Return an address of this host at which this rank can listen, of a family that all ranks have: IPv4 or IPv6.
+def describe_addresses() -> str:
+    """Return the addresses at which this rank can listen, or why it has none, for :func:`choose_family`."""
+    try:
+        variables = (os.environ.get(name) for name in ("GLOO_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PORT"))
+        return json.dumps({"addresses": _own_addresses(*variables)})
+    except Exception as error:  # every rank must come to the handshake, in which all learn of the error
+        return json.dumps({"error": str(error)})
 
-    Every rank of the group calls this. If all ranks have both families, the result has the family of ``met_at``, the
-    address of the store at which the ranks have met; None or a name leaves the choice to rank 0. If a rank has no
-    address, or the ranks have no family in common, all ranks raise RuntimeError.
+
+@functools.cache
+def _own_addresses(*_variables: str | None) -> list[str]:
+    """The addresses of this process, which depend on these variables. They are looked up once.
+
+    A group on one host does not need them, and the look-up of a name may wait for a server that does not answer.
     """
+    return own_addresses()
 
-    def list_families() -> tuple[list[str], str]:
-        addresses = own_addresses()
-        preferred = family_of(addresses[0] if met_at is None or is_name(met_at) else met_at)
-        addresses.sort(key=lambda address: family_of(address) != preferred)
-        return addresses, " ".join(map(family_of, addresses))
 
-    failure = "has no address for the ranks of other hosts"
-    own, families = make_and_publish(store, rank, size, "families", list_families, failure)
-    for family in families[0].split():  # in the order that rank 0 prefers
-        if all(family in of_rank for of_rank in families):
-            return str(next(address for address in own if family_of(address) == family))
+def choose_family(descriptions: Sequence[str], met_at: str | None) -> tuple[str, str]:
+    """Return the family of address that all ranks have, IPv4 or IPv6, or an empty text and why there is none.
+
+    If all ranks have both, it is the family of ``met_at``, the address of the store at which the ranks have met; None
+    or a name leaves the choice to rank 0. ``descriptions``: of the addresses of each rank.
+    """
+    of_ranks: list[list[str]] = []
+    for rank, description in enumerate(descriptions):
+        facts = json.loads(description)
+        if "error" in facts:
+            return "", f"rank {rank} has no address for the ranks of other hosts: {facts['error']}"
+        of_ranks.append([family_of(address) for address in facts["addresses"]])
+    preferred = of_ranks[0][0] if met_at is None or is_name(met_at) else family_of(met_at)
     lacking = {
-        family: [other for other, of_rank in enumerate(families) if family not in of_rank]
+        family: [rank for rank, families in enumerate(of_ranks) if family not in families]
         for family in ("IPv4", "IPv6")
     }
-    raise RuntimeError(
-        f"rank {rank}: the ranks have neither IPv4 nor IPv6 in common: ranks {lacking['IPv4']} have no IPv4 address, "
-        f"and ranks {lacking['IPv6']} no IPv6 address; give each interface an address of one kind"
+    for family in sorted(lacking, key=lambda family: family != preferred):
+        if not lacking[family]:
+            return family, ""
+    return "", (
+        f"the ranks have neither IPv4 nor IPv6 in common: ranks {lacking['IPv4']} have no IPv4 address, and ranks "
+        f"{lacking['IPv6']} no IPv6 address; give each interface an address of one kind"
     )
+
+
+def address_of_family(description: str, family: str) -> str:
+    """Return the address of this family in the description of this rank's addresses.
+
+    >>> address_of_family('{"addresses": ["10.0.0.1", "fd00::1"]}', "IPv6")
+    'fd00::1'
+    """
+    addresses: list[str] = json.loads(description)["addresses"]
+    return next(address for address in addresses if family_of(address) == family)

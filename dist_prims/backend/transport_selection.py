@@ -1,8 +1,8 @@
 """Selection of the transport between the hosts of a group: TCP, or MPI or UCX where every rank can use it.
 
 All ranks must use the same transport. MPI or UCX may be usable on some ranks only: on one host a library may not be
-built or installed, or MPI may not support threads. Rank 0 therefore proposes a transport, every rank answers with the
-reason why it cannot use that transport, if any, and rank 0 decides.
+built or installed, or MPI may not support threads. Rank 0 therefore proposes a transport in the handshake. If it is MPI
+or UCX, every rank answers with the reason why it cannot use that transport, if any, and rank 0 decides.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ CHOICES = "'tcp', 'ucx' or 'mpi'"
 _TITLES = {"mpi": "MPI", "ucx": "UCX"}  # the transports that a rank may be unable to use
 
 
-def select(store: Any, rank: int, ranks: Sequence[int], requested: str) -> str:
+def select(store: Any, rank: int, ranks: Sequence[int], proposed: str, is_requested: bool) -> str:
     """Return the transport of a group, the same on every rank: "tcp", "ucx" or "mpi". Every rank calls this.
 
     Args:
         store: the store of the group.
         rank: this rank.
         ranks: the ranks of the group as global ranks.
-        requested: the transport that the user requests, or an empty string; the request of rank 0 applies. If a rank
-            cannot use it, all ranks raise RuntimeError. Without a request, TCP replaces a transport that a rank cannot
-            use, with a warning on rank 0.
+        proposed: by rank 0, see :func:`propose`.
+        is_requested: whether the user requests a transport; the request of rank 0 applies. If a rank cannot use it, all
+            ranks raise RuntimeError. Without a request, TCP replaces a transport that a rank cannot use, with a warning
+            on rank 0.
     """
-    # 1. Rank 0 proposes.
-    size = len(ranks)
-    proposed = from_rank_0(store, rank, size, "transport proposed", lambda: _propose(ranks, requested))
     if proposed not in _TITLES:
         return proposed
-    # 2. Every rank publishes why it cannot use the proposal, or an empty text. All wait for these answers, although
+    # 1. Every rank publishes why it cannot use the proposal, or an empty text. All wait for these answers, although
     # only rank 0 uses them, so that each names a rank that is missing, and not rank 0.
     reason = ucx_library.unusable_reason() if proposed == "ucx" else mpi_library.group_unusable_reason(ranks, rank)
+    size = len(ranks)
     store.set(f"transport/{rank}", reason)
     answers = enumerate(values_of_ranks(store, rank, "transport", size))
     reasons = {answering: answer for answering, answer in answers if answer}
-    # 3. Rank 0 decides.
-    return from_rank_0(store, rank, size, "transport", lambda: _decide(proposed, reasons, bool(requested)))
+    # 2. Rank 0 decides.
+    return from_rank_0(store, rank, size, "transport chosen", lambda: _decide(proposed, reasons, is_requested))
 
 
-def _propose(ranks: Sequence[int], requested: str) -> str:
+def propose(ranks: Sequence[int], requested: str) -> str:
+    """Return the transport that rank 0 proposes. ``requested``: by the user; empty without a request."""
     if requested not in TRANSPORTS:
         raise ValueError(
             f"DIST_PRIMS_TRANSPORT={requested!r}: {CHOICES}; unset it for MPI where mpirun started the ranks"

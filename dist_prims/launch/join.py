@@ -36,7 +36,7 @@ from ..rendezvous.detect_launcher import Launcher, detect, from_url
 from ..rendezvous.hosts import Placement, host_id
 from ..rendezvous.launcher_rendezvous import rendezvous_of
 from ..rendezvous.network import loopback_interface
-from ..rendezvous.rank_values import values_of_ranks
+from ..rendezvous.rank_values import values_of_ranks, wait_for_readers
 from ..rendezvous.secret import REMEDY
 from ..rendezvous.url_rendezvous import Rendezvous
 
@@ -129,6 +129,7 @@ def _agreed_backend(backend: str | None, placement: Placement, rendezvous: Rende
     backends = values_of_ranks(rendezvous.store, placement.rank, "backend", placement.size)
     for rank, other in enumerate(backends):
         if other != backends[0]:
+            wait_for_readers(rendezvous.store, placement.rank, "backend", placement.size)
             raise RuntimeError(
                 f"init: rank {placement.rank}: rank 0 has the backend {backends[0]!r}, and rank {rank} has {other!r}; "
                 'name one that all ranks have, such as init("gloo")'

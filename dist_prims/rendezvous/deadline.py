@@ -10,7 +10,8 @@ from ..threads import start_thread
 __all__: list[str] = []
 
 T = TypeVar("T")
-_SHORTEST_INTERVAL, _LONGEST_INTERVAL = 0.0001, 0.1  # seconds
+_SHORTEST_INTERVAL, _LONGEST_INTERVAL = 0.0005, 0.1  # seconds
+_GROWTH = 1.25  # of the interval: a wait takes at most this many times as long as needed
 
 
 def until(done: Callable[[], object], deadline: float, awaited: str) -> None:
@@ -23,7 +24,7 @@ def until(done: Callable[[], object], deadline: float, awaited: str) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"no sign of {awaited}")
         time.sleep(interval)
-        interval = min(2 * interval, _LONGEST_INTERVAL)  # the wait takes at most twice as long as needed
+        interval = min(_GROWTH * interval, _LONGEST_INTERVAL)
 
 
 def call_in_thread(

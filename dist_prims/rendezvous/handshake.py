@@ -5,10 +5,13 @@ gloo would then read the addresses of dead processes and fail to connect. Neithe
 when hosts are added or removed) nor a key that was written earlier is reliable evidence of the current attempt. And
 every process that can connect to the store can write to it.
 
-1. Each rank but 0 writes a *hello* under its rank: a random token, its host and the version of its library.
+1. Each rank but 0 writes a *hello* under its rank: a random token, its host, the version of its library, and a text of
+   the caller, such as the addresses of the rank.
 2. Rank 0 answers *that token* with a *welcome*: a random name for this attempt. It answers again when a token changes.
-3. Each rank acknowledges the name. When all have, rank 0 publishes the hosts of all ranks, and the first version of the
-   library that differs from its own: then every rank raises, because the ranks would misread each other's messages.
+3. Each rank acknowledges the name. When all have, rank 0 publishes the hosts of all ranks, compressed, and a
+   *decision*, which its caller makes from the hosts and the texts of all ranks. If a version of the library differs
+   from its own, rank 0 publishes that instead, in the form of protocol 4, which has the hosts one by one: then every
+   rank raises, because the ranks would misread each other's messages.
 4. Each rank deletes its own keys and the answer to it, which no rank reads any more. The hosts stay until the ranks
    have met by other means: ``backend/create.py`` deletes them.
 
@@ -39,25 +42,38 @@ import torch.distributed as dist
 
 from .deadline import until
 from .hosts import host_id
-from .rank_values import SECONDS_FOR_READERS
+from .rank_values import SECONDS_FOR_READERS, missing_keys, packed, unpacked
 from .secret import REMEDY, Secret
 
 __all__: list[str] = []
 
 # Each change of what ranks send to each other raises this number: the descriptions of calls (csrc/common/types.h,
 # collectives/call_agreement.py, agreement.py), other messages, and the shared memory of a host.
-PROTOCOL = 4
+PROTOCOL = 5
 EARLIER_VERSION = "an earlier version"  # before protocol 1: it sends no version
 HOSTS = "hosts"  # the key of the hosts of all ranks, below the name of the attempt
 _SECONDS_TO_READ = 1.0  # for a rank that is refused, before the store ends with rank 0
-_LONGEST = 1 << 20  # bytes of a text: the hosts of some 20,000 ranks
-_MOST_NAMED = 16  # ranks in the text of an error
+_BETWEEN_LOOKS = 0.1  # seconds between two looks of rank 0 at hellos that are not complete or not new
+_BETWEEN_HELLOS = 0.1  # seconds
+_LONGEST = 1 << 20  # bytes of a text: the hosts of some 65,000 ranks in any order
+_FAILED = "!"  # the first character of a decision that is the text of an error of rank 0
 _TOKEN = re.compile("[0-9a-f]{16}")
 _REASONS = {
     "missing": "rank 0 has a secret, and this rank has none",
     "other": "rank 0 has another secret than this rank",
     "none": "this rank has a secret, and rank 0 has none",
 }
+
+
+class Meeting(NamedTuple):
+    """What a rank knows after the handshake."""
+
+    attempt: str  # the name of this attempt, which is random
+    hosts: list[str]  # by rank
+    decision: str = ""  # of rank 0
+
+
+Decide = Callable[[list[str], list[str]], str]  # from the hosts and the texts of all ranks, by rank, to the decision
 
 
 def handshake(
@@ -68,11 +84,14 @@ def handshake(
     secret: Secret | None,
     group: str,
     check: Callable[[], None] = lambda: None,
-) -> tuple[str, list[str]]:
-    """Do the handshake. Return the name of this attempt and the host of each rank.
+    text: str = "",
+    decide: Decide = lambda hosts, texts: "",
+) -> Meeting:
+    """Do the handshake. Return what this rank then knows.
 
     Every rank calls this. TimeoutError names the ranks that are missing. RuntimeError on every rank if two ranks have
-    different versions of the library; a rank whose version is before protocol 1 waits until the deadline.
+    different versions of the library; a rank whose version is before protocol 1 waits until the deadline. An exception
+    of ``decide`` is raised on rank 0, and the other ranks raise RuntimeError with its text.
 
     Args:
         store: in which the ranks meet; other ranks and earlier attempts may have left keys there.
@@ -81,16 +100,21 @@ def handshake(
         secret: of the ranks; None if they are not authenticated.
         group: a name that all ranks of the group know, and by which it differs from the other groups of the job.
         check: called at intervals during the wait, which passes on its exceptions.
+        text: of this rank, for ``decide``.
+        decide: called on rank 0 only.
     """
     secret = secret.of_group(group) if secret else None
-    participant = _Rank0(store, size, secret) if rank == 0 else _OtherRank(store, rank, size, secret)
-    name, (*hosts, difference) = participant.join(deadline, check)
-    if difference:
-        raise RuntimeError(
-            f"rank {rank}: the group cannot be made: {difference}; install the same version of dist_prims for all "
-            "ranks, and start them again"
-        )
-    return name, hosts
+    if rank == 0:
+        return _Rank0(store, size, secret, text, decide).join(deadline, check)
+    return _OtherRank(store, rank, size, secret, text).join(deadline, check)
+
+
+def _difference_error(rank: int, difference: str) -> RuntimeError:
+    """The error of a rank about two versions of the library."""
+    return RuntimeError(
+        f"rank {rank}: the group cannot be made: {difference}; install the same version of dist_prims for all ranks, "
+        "and start them again"
+    )
 
 
 def version() -> str:
@@ -102,20 +126,24 @@ def version() -> str:
 class _OtherRank:
     """The handshake on a rank other than rank 0."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, secret: Secret | None) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, secret: Secret | None, text: str) -> None:
         self._store, self._rank, self._size, self._secret = store, rank, size, secret
+        self._text = text
         self._token = secrets.token_hex(8)
         self._refusal = ""
 
-    def join(self, deadline: float, check: Callable[[], None]) -> tuple[str, list[str]]:
-        """Return the name of the attempt and what rank 0 published: the hosts, and a difference or an empty text."""
-        hello = signed(self._secret, ("hello", self._rank, self._size), self._token, host_id(), version())
+    def join(self, deadline: float, check: Callable[[], None]) -> Meeting:
+        """Do the handshake on this rank."""
+        hello = signed(self._secret, ("hello", self._rank, self._size), self._token, host_id(), version(), self._text)
         name, published = "", []
+        next_hello = 0.0
 
         def is_answered() -> bool:
-            nonlocal name
+            nonlocal name, next_hello
             check()
-            self._store.set(f"hello/{self._rank}", hello)  # repeated, because an old group may still remove its file
+            if (now := time.monotonic()) >= next_hello:  # repeated, because an old group may still remove its file
+                self._store.set(f"hello/{self._rank}", hello)
+                next_hello = now + _BETWEEN_HELLOS
             name = self._answer()
             return bool(name)
 
@@ -124,7 +152,7 @@ class _OtherRank:
             check()
             if self._store.check([f"{name}/{HOSTS}"]):
                 published = verified(self._store.get(f"{name}/{HOSTS}"), self._secret, ("hosts", name)) or []
-            return len(published) >= self._size
+            return bool(published)
 
         # 1. Hello, until rank 0 has answered.
         self._wait(is_answered, deadline, lambda: "rank 0")
@@ -137,9 +165,20 @@ class _OtherRank:
         with contextlib.suppress(RuntimeError):  # a store of the user may be unable to; the keys use memory only
             for key in (f"hello/{self._rank}", f"welcome/{self._token}", acknowledged):
                 self._store.delete_key(key)
+        return self._meeting(name, published)
+
+    def _meeting(self, name: str, published: list[str]) -> Meeting:
+        """What this rank knows by what rank 0 has published; RuntimeError if the group is not made."""
+        hosts, decision, difference = published if len(published) == 3 else ["", "", published[-1]]
+        if not difference:
+            if decision.startswith(_FAILED):
+                raise RuntimeError(
+                    f"dist_prims: rank {self._rank}: the group is not created, because rank 0 failed: {decision[1:]}"
+                )
+            return Meeting(name, unpacked(hosts, f"{name}/{HOSTS}"), decision)
         if len(published) == self._size:  # the hosts alone, as rank 0 of an earlier version publishes
-            published.append(f"rank 0 has {EARLIER_VERSION}, and rank {self._rank} has {version()}")
-        return name, published
+            difference = f"rank 0 has {EARLIER_VERSION}, and rank {self._rank} has {version()}"
+        raise _difference_error(self._rank, difference)
 
     def _wait(self, done: Callable[[], bool], deadline: float, awaited: Callable[[], str]) -> None:
         try:
@@ -154,7 +193,7 @@ class _OtherRank:
             keys = [f"hello/{rank}" for rank in range(1, self._size)]
             # Ranks that have ended the handshake delete their keys, after rank 0 has published the hosts.
             is_published = self._store.check([f"{name}/{HOSTS}"])
-            if not is_published and (missing := _missing_keys(self._store, keys, _MOST_NAMED)):
+            if not is_published and (missing := missing_keys(self._store, keys)):
                 return f"ranks {[int(key.removeprefix('hello/')) for key in missing]}"
         return "rank 0, which may itself wait for another rank"
 
@@ -187,20 +226,23 @@ class _Answer(NamedTuple):
     token: str
     host: str
     version: str
+    text: str
 
 
 class _Rank0:
     """The handshake on rank 0, which answers the others."""
 
-    def __init__(self, store: dist.Store, size: int, secret: Secret | None) -> None:
+    def __init__(self, store: dist.Store, size: int, secret: Secret | None, text: str, decide: Decide) -> None:
         self._store, self._size, self._secret = store, size, secret
+        self._text, self._decide = text, decide
         self._name = secrets.token_hex(8)
         self._answered: dict[int, _Answer] = {}  # by rank
+        self._looked = time.monotonic()  # at the hellos of some ranks
         self._last: dict[int, bytes] = {}  # the last hello, by rank
         self._refused: dict[int, str] = {}  # what was wrong with the secret, by rank
 
-    def join(self, deadline: float, check: Callable[[], None]) -> tuple[str, list[str]]:
-        """Return the name of the attempt and what this rank publishes: the hosts, and a difference or an empty text."""
+    def join(self, deadline: float, check: Callable[[], None]) -> Meeting:
+        """Do the handshake on rank 0."""
 
         def is_acknowledged() -> bool:
             check()
@@ -208,18 +250,37 @@ class _Rank0:
                 self._answer(rank, hello)
             return self._is_acknowledged()
 
+        # 1. All ranks, or the deadline.
         try:
             until(is_acknowledged, deadline, "the others")
         except TimeoutError as error:
             raise TimeoutError(self._missing()) from error
-        ranks = [_Answer("", host_id(), version()), *(self._answered[rank] for rank in range(1, self._size))]
+        # 2. What the ranks have in common.
+        ranks = [_Answer("", host_id(), version(), self._text), *(self._answered[it] for it in range(1, self._size))]
+        hosts, decision = [answer.host for answer in ranks], ""
+        failure: Exception | None = None
         other = next((rank for rank, answer in enumerate(ranks) if answer.version != version()), 0)
-        difference = f"rank 0 has {version()}, and rank {other} has {ranks[other].version}" if other else ""
-        published = [*(answer.host for answer in ranks), difference]
-        self._store.set(f"{self._name}/{HOSTS}", signed(self._secret, ("hosts", self._name), *published))
-        if difference:  # the store may end with this rank
+        if other:
+            difference = f"rank 0 has {version()}, and rank {other} has {ranks[other].version}"
+            failure = _difference_error(0, difference)
+            published = [*hosts, difference]
+        else:
+            try:
+                decision = self._decide(hosts, [answer.text for answer in ranks])
+            except Exception as raised:
+                failure, decision = raised, f"{_FAILED}{type(raised).__name__}: {raised}"
+            published = [packed(hosts), decision, ""]
+        text = signed(self._secret, ("hosts", self._name), *published)
+        if len(text) > _LONGEST:  # the other ranks would not read it
+            remedy = "give the ranks of each host consecutive numbers"
+            failure = RuntimeError(f"rank 0: the hosts of {self._size} ranks need {len(text)} bytes of text; {remedy}")
+            text = signed(self._secret, ("hosts", self._name), "", f"{_FAILED}RuntimeError: {failure}", "")
+        self._store.set(f"{self._name}/{HOSTS}", text)
+        # 3. An error: the store may end with this rank, so it waits until the others have read it.
+        if failure:
             self._wait_for_readers()
-        return self._name, published
+            raise failure
+        return Meeting(self._name, hosts, decision)
 
     def _wait_for_readers(self) -> None:
         """Return when the other ranks have read what was published, and deleted their keys; else after some seconds."""
@@ -232,9 +293,18 @@ class _Rank0:
             until(have_read, time.monotonic() + SECONDS_FOR_READERS, "the others")
 
     def _hellos(self) -> list[tuple[int, bytes]]:
-        """The hello of each rank that has written one, in few requests to the store."""
+        """The hello of each rank that has written one, in few requests to the store.
+
+        They are read when all ranks have written one. Before that and afterwards, when a rank may replace the hello of
+        an earlier attempt, they are read at intervals; in between the result is empty.
+        """
         keys = {rank: f"hello/{rank}" for rank in range(1, self._size)}
-        if not self._store.check([*keys.values()]):  # of some ranks, or none
+        is_complete = self._store.check([*keys.values()])
+        now = time.monotonic()
+        if now - self._looked < _BETWEEN_LOOKS and (not is_complete or len(self._answered) == len(keys)):
+            return []
+        self._looked = now
+        if not is_complete:  # some ranks, or none
             keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
         return [*zip(keys, self._store.multi_get([*keys.values()]), strict=True)] if keys else []
 
@@ -246,10 +316,11 @@ class _Rank0:
         *texts, code = _texts(hello) or [""]
         if len(texts) < 2 or not _TOKEN.fullmatch(texts[0]):
             return
-        token, host, its_version, *_ = *texts, EARLIER_VERSION  # a later version may send more texts
+        # An earlier version sends fewer texts, and a later one may send more.
+        token, host, its_version, text, *_ = [*texts, *(EARLIER_VERSION, "")[len(texts) - 2 :]]
         if not verified(hello, self._secret, ("hello", rank, self._size)):
             return self._refuse(rank, token, has_secret=code != "")
-        self._answered[rank] = _Answer(token, host, its_version)
+        self._answered[rank] = _Answer(token, host, its_version, text)
         self._store.set(f"welcome/{token}", signed(self._secret, ("welcome", rank, token), self._name))
 
     def _refuse(self, rank: int, token: str, has_secret: bool) -> None:
@@ -283,17 +354,6 @@ class _Rank0:
             if rank in self._refused
         ]
         return f"no sign of ranks {missing}" + (f"{refused[0]}; {REMEDY}" if refused else "")
-
-
-def _missing_keys(store: dist.Store, keys: list[str], most: int) -> list[str]:
-    """The first keys that the store does not have, ``most`` of them, by few requests."""
-    if most == 0 or not keys or store.check(keys):
-        return []
-    if len(keys) == 1:
-        return keys
-    half = len(keys) // 2
-    found = _missing_keys(store, keys[:half], most)
-    return found + _missing_keys(store, keys[half:], most - len(found))
 
 
 def signed(secret: Secret | None, context: tuple[str | int, ...], *texts: str) -> str:

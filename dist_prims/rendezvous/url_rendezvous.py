@@ -91,11 +91,11 @@ def _rendezvous_at(url: str, launcher: Launcher, size: int, deadline: float) -> 
         interface = interface_of(address_towards(address, port))
     # 3. The handshake: a store is also used by other attempts and groups.
     try:
-        attempt, hosts = handshake(dist.PrefixStore("dist_prims", store), launcher.rank, size, deadline, secret, _GROUP)
+        meeting = handshake(dist.PrefixStore("dist_prims", store), launcher.rank, size, deadline, secret, _GROUP)
     except TimeoutError as error:
         raise TimeoutError(f"{error}{advice if is_loopback(name) else ''}") from error
-    own_store = dist.PrefixStore(f"dist_prims/{attempt}", store)
-    return Rendezvous(own_store, launcher.rank, hosts, interface, launcher.name, secret)
+    own_store = dist.PrefixStore(f"dist_prims/{meeting.attempt}", store)
+    return Rendezvous(own_store, launcher.rank, meeting.hosts, interface, launcher.name, secret)
 
 
 def _serve(name: str, port: int) -> None:

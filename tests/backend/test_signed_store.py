@@ -111,6 +111,7 @@ def at_store(port: int) -> dist.TCPStore:
 
 @needs_list_keys
 def test_the_address_of_a_rank_cannot_be_replaced() -> None:
+    """Rank 0 alone said so, and rank 1 waited for its timeout and named rank 0."""
     port = free_port()
 
     def rank() -> str:
@@ -129,8 +130,9 @@ def test_the_address_of_a_rank_cannot_be_replaced() -> None:
             make_group(port, 5)
         return str(caught.value)
 
-    _, refused = dist_prims.spawn(rank, 2, timeout=100)
+    refused, learned = dist_prims.spawn(rank, 2, timeout=100)
     assert refused.startswith("the value of 'tcp/0' in the store was not written by a rank of this group")
+    assert learned.startswith(f"rank 1: {refused[:60]}")
 
 
 @needs_list_keys
