@@ -92,9 +92,7 @@ class Call:
         if self.op is not None:
             check_reducible(like.dtype, self.op, self.title)
         self._check_device(like)
-        members = dist.get_process_group_ranks(self.group)
-        self.check(root is None or root in members, f"root {root} is not in the group, whose ranks are {members}")
-        self.root = None if root is None else members.index(root)  # as a rank of the group
+        self.root = None if root is None else self._group_rank(root)  # as a rank of the group
 
     def check(self, holds: bool, problem: str) -> None:
         """Raise ValueError with the ``problem`` unless the condition ``holds``."""
@@ -109,6 +107,11 @@ class Call:
     def nbytes(self) -> int:
         """The size for the choice of an algorithm, which is the same on every rank."""
         return sum(self.common) * self.like.element_size()
+
+    def _group_rank(self, root: int) -> int:
+        members = dist.get_process_group_ranks(self.group)  # torch knows them for a group that it lists
+        self.check(root in members, f"root {root} is not in the group, whose ranks are {members}")
+        return members.index(root)
 
     def _check_device(self, tensor: torch.Tensor) -> None:
         types = device_types(self.group)
