@@ -46,7 +46,7 @@ struct CallOptions {
     const char* title;  // the name of the call in errors, profiles and the flight recorder
     Milliseconds timeout;
     bool async;
-    std::size_t output_lists = 1;  // the number of lists in the future of the call: its outputs are cut into these
+    std::size_t output_lists = 0;  // the lists into which the future of the call cuts the outputs; 0: it is one list
 };
 
 class PrimsBackend : public c10d::Backend {

@@ -18,11 +18,11 @@ std::string message_of(const std::exception_ptr& error) {
 
 c10::intrusive_ptr<c10::ivalue::Future> new_future(std::size_t lists) {
     const c10::TypePtr list = c10::ListType::create(c10::TensorType::get());
-    return c10::make_intrusive<c10::ivalue::Future>(lists == 1 ? list : c10::ListType::create(list));
+    return c10::make_intrusive<c10::ivalue::Future>(lists == 0 ? list : c10::ListType::create(list));
 }
 
 c10::IValue future_value(const std::vector<at::Tensor>& outputs, std::size_t lists) {
-    if (lists == 1) return outputs;
+    if (lists == 0) return outputs;
     std::vector<std::vector<at::Tensor>> values(lists);
     for (std::size_t index = 0; index < outputs.size(); ++index)
         values[index / (outputs.size() / lists)].push_back(outputs[index]);

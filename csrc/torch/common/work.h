@@ -25,9 +25,9 @@ public:
     using Completion = std::function<std::function<void()>(std::exception_ptr)>;
 
     // `title` names the call in profiles. `sequence` is the number of the call in its group. The value of the
-    // future is the outputs as one list, or cut into `lists` lists of equal length.
+    // future is the outputs as one list, or cut into `lists` lists of equal length unless `lists` is 0.
     PrimsWork(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> outputs, std::uint64_t sequence,
-              std::size_t lists = 1);
+              std::size_t lists = 0);
 
     // The function to call once when the work is done. It keeps this object.
     Completion completion();
@@ -62,7 +62,7 @@ private:
 class DoneWork : public c10d::Work {
 public:
     DoneWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::uint64_t sequence,
-             std::size_t lists = 1)
+             std::size_t lists = 0)
         : Work(rank, type), outputs_(std::move(outputs)), sequence_(sequence), lists_(lists) {}
 
     bool isCompleted() override { return true; }
