@@ -39,7 +39,11 @@ class TorchCommPrims(TorchCommBackend):
     """
 
     def init(self, device: torch.device, name: str, options: Any) -> None:
-        """Make the group. Rank and size come from TORCHCOMM_RANK and TORCHCOMM_SIZE, or from the launcher."""
+        """Make the group.
+
+        Rank and size come from TORCHCOMM_RANK and TORCHCOMM_SIZE, or from the launcher. The ranks meet in the store of
+        the options; without one, at MASTER_ADDR and MASTER_PORT, which torchrun sets.
+        """
         if device.type != "cpu":
             raise ValueError(f"torchcomms: {name!r} is for {device}, and {NAME} takes tensors on the CPU; pass cpu")
         launcher = detect()
@@ -48,22 +52,25 @@ class TorchCommPrims(TorchCommBackend):
         store = options.store
         if store is None:
             store, rank, size = next(dist.rendezvous("env://", rank, size, timeout=options.timeout))
-        self._make(store, rank, size, name, options.timeout)
+        self._make(store, rank, size, name, f"torchcomms/{name}", options.timeout)
 
-    def _make(self, store: dist.Store, rank: int, size: int, name: str, timeout: timedelta) -> None:
+    def _make(self, store: dist.Store, rank: int, size: int, name: str, title: str, timeout: timedelta) -> None:
+        """Make the group. ``title``: its name in dist_prims, which no other group of this process has."""
         self._name, self._timeout, self._handle, self._uuids = name, timeout, "", set[int]()
-        title = f"torchcomms/{name}"  # torch.distributed may have a group of the same name
+        self._title, self._splits = title, 0
         self._backend = make_backend(dist.PrefixStore(title, store), rank, size, timeout, title)
 
     def split(self, ranks: Sequence[int], name: str, options: Any) -> TorchCommPrims | None:
         """Make a communicator of these ranks, each of which calls this; None for a rank that passes no ranks."""
+        self._splits += 1  # all ranks of this communicator call this, so it is the same on all
         if not ranks:
             return None
         if (rank := self.get_rank()) not in ranks:
             raise RuntimeError(f"split: rank {rank} is not one of the ranks {[*ranks]}; pass [] on such a rank")
         parent = made_group(self.options.group_name).request.store
         child = TorchCommPrims()
-        child._make(dist.PrefixStore(f"{[*ranks]}", parent), ranks.index(rank), len(ranks), name, self._timeout)
+        title = f"{self._title}/{name}/{self._splits}/{[*ranks]}"
+        child._make(parent, ranks.index(rank), len(ranks), name, title, self._timeout)
         return child
 
     def finalize(self) -> None:

@@ -125,6 +125,12 @@ def communicators() -> list[Any]:
     assert comm.split([], "none") is None
     child = comm.split([2, 0] if rank % 2 == 0 else [1, 3], "half")  # two communicators of one name
     child.all_reduce(total := torch.tensor(rank + 1.0), torchcomms.ReduceOp.SUM, False)
+    across = comm.split([0, 1] if rank < 2 else [2, 3], "half")  # the second communicator "half" of this process
+    for parent in (child, across):  # the first one was taken for the second, whose ranks meet elsewhere
+        part = parent.split([0, 1], "part")
+        part.barrier(False)
+        part.finalize()
+    across.finalize()
     with pytest.raises((ValueError, RuntimeError), match="PREMUL_SUM; scale the tensor, and use SUM"):
         comm.all_reduce(total, torchcomms.ReduceOp.PREMUL_SUM(2.0), False)
     with pytest.raises((ValueError, RuntimeError), match="takes tensors on the CPU; pass cpu"):
