@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
     )
     show.add_argument("algorithm", metavar="ALGORITHM", nargs="?", help="default: print a table of them")
     show.add_argument("parameters", nargs="*", metavar="name=value", help="of the algorithm, e.g. hosts=2,2")
-    show.add_argument("--size", type=int, default=4, metavar="N", help="number of ranks (4)")
+    show.add_argument("--size", type=int, metavar="N", help="number of ranks (4)")
     show.add_argument("--root", type=int, metavar="R", help="the root of a rooted collective (0)")
     show.add_argument("--svg", metavar="FILE", help="also write the picture")
     show.add_argument("--animate", metavar="FILE", help="also write a picture whose steps appear one after the other")
@@ -51,7 +51,7 @@ def run(given: argparse.Namespace) -> int:
         return 0
     root = {} if given.root is None else {"root": given.root}
     assert collective is not None
-    schedule = build(collective, algorithm, given.size, **root, **parameters)
+    schedule = build(collective, algorithm, 4 if given.size is None else given.size, **root, **parameters)
     if _is_file(given) and (unusable := _unusable(given.collective, schedule)):
         print(f"✗ {unusable}")
         return 1
@@ -62,6 +62,8 @@ def _show_file(given: argparse.Namespace) -> int:
     """Show the schedule of a file; it has no card, even if an algorithm has its name."""
     if given.algorithm:
         raise ValueError(f"show {given.collective} {given.algorithm}: the file has one schedule; omit the algorithm")
+    if (given.size, given.root) != (None, None):
+        raise ValueError(f"show {given.collective}: the file has its size and its root; omit --size and --root")
     try:
         return _show(given, Schedule.load(given.collective), card=None)
     except ScheduleError as error:

@@ -125,6 +125,8 @@ def test_show_reads_the_schedule_of_a_file(
     assert page.read_text().startswith("<!doctype html>")
     assert main(["show", str(path), "ring"]) == 2
     assert "the file has one schedule; omit the algorithm" in capsys.readouterr().err
+    assert main(["show", str(path), "--size", "8"]) == 2
+    assert "the file has its size and its root; omit --size and --root" in capsys.readouterr().err
     if format == "msccl":
         path.write_text(path.read_text().replace('depid="0"', 'depid="-1"'))
         assert main(["show", str(path)]) == 1
