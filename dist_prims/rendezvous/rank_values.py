@@ -46,9 +46,11 @@ def values_of_ranks(store: Any, rank: int, name: str, size: int) -> list[str]:
     try:
         answer = store.get(name).decode()
     except RuntimeError as error:  # as in values_at()
-        if store.check([name]):
-            raise
-        raise _timeout_of(store, rank, name, keys) from error
+        if not store.check([name]):
+            timeout_error = _timeout_of(store, rank, name, keys)
+            wait_for_readers(store, rank, name, size)  # rank 0, whose wait ends too, need not wait for this rank
+            raise timeout_error from error
+        answer = store.get(name).decode()
     if answer.startswith(_FAILED):
         is_late = bool(missing_keys(store, [*keys.values()], most=1))
         failure = _timeout_of(store, rank, name, keys) if is_late else RuntimeError(f"rank {rank}: {answer[1:]}")
@@ -107,8 +109,8 @@ def values_at(store: Any, rank: int, keys: Mapping[int, str]) -> list[str]:
         return [value.decode() for value in store.multi_get([*keys.values()])]
     except RuntimeError as error:  # a FileStore raises RuntimeError, other stores its subclass DistStoreError
         missing = [str(other) for other, key in keys.items() if not store.check([key])]
-        if not missing:
-            raise
+        if not missing:  # the last value has come as the wait ended, or a value is refused again
+            return [value.decode() for value in store.multi_get([*keys.values()])]
         raise timeout_while_made(rank, f"no sign of rank {', '.join(missing)}") from error
 
 

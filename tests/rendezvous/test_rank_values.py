@@ -45,6 +45,35 @@ def test_an_error_of_rank_0_ends_the_wait_of_all_ranks(monkeypatch: pytest.Monke
     ]
 
 
+class LateStore:
+    """A store whose first read ends by its timeout just before the value comes."""
+
+    def __init__(self, key: str, value: str) -> None:
+        self.store, self.late = dist.HashStore(), [(key, value)]
+
+    def _read(self, name: str, *arguments: Any) -> Any:
+        if self.late:
+            self.store.set(*self.late.pop())
+            raise RuntimeError("wait timeout")
+        return getattr(self.store, name)(*arguments)
+
+    def get(self, key: str) -> bytes:
+        return self._read("get", key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._read("multi_get", keys)
+
+    def check(self, keys: list[str]) -> bool:
+        return self.store.check(keys)
+
+
+def test_a_value_that_comes_as_the_wait_ends_is_read() -> None:
+    """The error was torch's, with the name of a key instead of the late rank."""
+    assert rank_values.values_at(LateStore("name/1", "text"), 0, {1: "name/1"}) == ["text"]
+    late = LateStore("name", f"={packed(['a', 'b'])}")
+    assert rank_values.values_of_ranks(late, 1, "name", 2) == ["a", "b"]
+
+
 def test_a_damaged_text_of_all_ranks_names_its_key() -> None:
     for text in ("no text of this kind", packed(["a"])[:-3], ""):
         with pytest.raises(RuntimeError, match="the value of 'tcp' in the store was not written by a rank"):
