@@ -13,7 +13,7 @@ thread_local constinit bool in_background = false;
 std::thread start_thread(const std::string& what, std::function<void()> body) {
     try {
         return std::thread([body = std::move(body)]() mutable {
-            caught(body);    // an exception ends the thread, and no other effect
+            caught(body);    // an exception ends the body only
             body = nullptr;  // frees what the body holds before the thread ends
         });
     } catch (const std::system_error& error) {

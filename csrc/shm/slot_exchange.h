@@ -13,7 +13,7 @@
 // has returned from phase t + 1. At that point all readers have posted t + 1, so they have finished reading the data of
 // t.
 //
-// Memory order, for any processor. Each rank stores its own phase counter and loads those of the others:
+// Memory order, for any processor. Each rank stores its own phase counter and loads the counters of the others:
 // 1. The data and the call are written before the store of the counter (release). Readers load the counter of each rank
 //    before they read its data and its call (acquire).
 // 2. A slot is reused without a race, because a reader has read it before it stores its counter for the next phase

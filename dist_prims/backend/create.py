@@ -186,8 +186,8 @@ class _Common(NamedTuple):
 
     costs: Mapping[str, Any] = {}  # of the links; empty if C++ measures them later
     transport: str = ""  # the one that rank 0 proposes
-    family: str = ""  # of the addresses of all ranks
-    problem: str = ""  # why there is no such family
+    family: str = ""  # of the addresses of all ranks: IPv4 or IPv6
+    problem: str = ""  # why the ranks have no family in common
     key: str = ""  # by which connections prove that they are from a rank of the group
     address: str = ""  # at which this rank listens, which the rank adds itself
 
@@ -342,7 +342,13 @@ def _handshake(request: GroupRequest, requested: str, monitor: _DeathMonitor) ->
     try:
         description = tcp_endpoint.describe_addresses()
         attempt, hosts, decision = handshake(
-            *(store, rank, size, deadline, secret, request.common_name, monitor.check),
+            store,
+            rank,
+            size,
+            deadline,
+            secret,
+            request.common_name,
+            monitor.check,
             text=description,
             decide=functools.partial(_decide, request, requested, secret is not None),
         )

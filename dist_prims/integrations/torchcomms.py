@@ -33,7 +33,7 @@ Tensor = torch.Tensor
 
 
 class TorchCommPrims(TorchCommBackend):
-    """A communicator. The names and parameters of its methods are those of torchcomms' interface.
+    """A communicator. Its methods have the names and parameters of torchcomms' interface.
 
     A collective returns None when it is done, or, if ``async_op`` is true, a Work at once.
     """
@@ -93,7 +93,7 @@ class TorchCommPrims(TorchCommBackend):
         self._backend.set_timeout(timeout)
 
     def abort(self) -> None:
-        """End the group on this rank: its calls that run raise, and so do those of ranks that wait for this one."""
+        """End the group on this rank: calls that run here raise, and so do calls of ranks that wait for this rank."""
         self._backend.abort()
 
     def get_init_handle(self) -> str:

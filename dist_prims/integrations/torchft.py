@@ -15,7 +15,7 @@ __all__: list[str] = []
 class ProcessGroupPrims(ProcessGroupWrapper):
     """The group of the current quorum. ``configure()`` of torchft makes a new one for each quorum."""
 
-    _timeout: timedelta  # set by torchft, as the next one
+    _timeout: timedelta  # torchft sets both
     _quorum_id: int | None
 
     def getBackendName(self) -> str:

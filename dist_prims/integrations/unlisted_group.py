@@ -33,5 +33,5 @@ def make_backend(store: dist.Store, rank: int, size: int, timeout: timedelta, na
 
 
 def make_unlisted_group(store: dist.Store, rank: int, size: int, timeout: timedelta, name: str) -> dist.ProcessGroup:
-    """Make a group that ``torch.distributed`` does not list; the parameters as above."""
+    """Make a group that ``torch.distributed`` does not list. The parameters: see :func:`make_backend`."""
     return unlisted_group(make_backend(store, rank, size, timeout, name), store)

@@ -145,7 +145,7 @@ class _Process:
         return "the process of the answer has closed its connection"
 
     def _show(self) -> None:
-        """Print what the file has printed, each with a prefix, so that no line looks like the result of a check."""
+        """Print the output of the file, each line with a prefix, so that none looks like the result of a check."""
         data = os.read(self._output.fileno(), 1 << 16)
         if not data:
             self._ready.unregister(self._output)

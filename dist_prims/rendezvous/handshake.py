@@ -237,7 +237,7 @@ class _Rank0:
         self._text, self._decide = text, decide
         self._name = secrets.token_hex(8)
         self._answered: dict[int, _Answer] = {}  # by rank
-        self._looked = time.monotonic()  # at the hellos of some ranks
+        self._looked = time.monotonic()  # when this rank last read hellos
         self._last: dict[int, bytes] = {}  # the last hello, by rank
         self._refused: dict[int, str] = {}  # what was wrong with the secret, by rank
 

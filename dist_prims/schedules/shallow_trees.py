@@ -22,7 +22,7 @@ from .trees import NOISE, Ints, Packing, Pairs, Tree
 __all__: list[str] = []
 
 Floats = NDArray[np.float64]
-_PROMISE = 0.1  # the part that the links of a rank have in the choice of the rank
+_OWN_PAIRS = 0.1  # the weight of the cost of the pairs of a rank, in the choice of the rank
 
 
 class ShallowTrees(Packing):
@@ -64,10 +64,10 @@ class ShallowTrees(Packing):
             if level >= self.levels and np.isfinite(best).all():
                 break
         # 3. Back from the most expensive rank. Of equally expensive ranks, the one with the cheapest pairs is taken.
-        promise = np.full(self.size, 0.0)
-        promise[pairs.src] = np.inf
-        np.minimum.at(promise, pairs.src, cost)
-        rank, way = int(np.where(outside, best - _PROMISE * promise, -np.inf).argmax()), list[int]()
+        cheapest_pair = np.full(self.size, 0.0)
+        cheapest_pair[pairs.src] = np.inf
+        np.minimum.at(cheapest_pair, pairs.src, cost)
+        rank, way = int(np.where(outside, best - _OWN_PAIRS * cheapest_pair, -np.inf).argmax()), list[int]()
         for previous in reversed(before):
             source = int(previous[rank])
             if outside[rank] and source != rank:

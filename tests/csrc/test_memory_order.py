@@ -98,11 +98,11 @@ def slot_exchange(orders: Orders, ranks: int = 2, phases: int = 2, slots: int = 
                 assert (yield read(f"slot {peer} {phase % slots}")) == phase, "the data of another phase"
         yield write(f"slot {rank} {(phases + 1) % slots}", phases + 1)
 
-    everyone = range(ranks)
+    all_ranks = range(ranks)
     explore(
-        [lambda rank=rank: rank_steps(rank) for rank in everyone],  # type: ignore[misc]
-        [f"{name} {rank}" for name in ("phase", "sleepers", "wakes") for rank in everyone],
-        [f"slot {rank} {slot}" for rank in everyone for slot in range(slots)],
+        [lambda rank=rank: rank_steps(rank) for rank in all_ranks],  # type: ignore[misc]
+        [f"{name} {rank}" for name in ("phase", "sleepers", "wakes") for rank in all_ranks],
+        [f"slot {rank} {slot}" for rank in all_ranks for slot in range(slots)],
     )
 
 

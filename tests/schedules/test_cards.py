@@ -178,9 +178,9 @@ def test_a_hundred_thousand_ranks_are_priced_without_steps(
         nonlocal rounds
         rounds += 1
         assert rounds < 3000
-        return load_of_part(*arguments)
+        return load_of_item(*arguments)
 
-    load_of_part = closed_form_load._load_of_item
+    load_of_item = closed_form_load._load_of_item
     monkeypatch.setattr(closed_form_load, "_load_of_item", is_evaluated)
     monkeypatch.setattr(Steps, "__iter__", lambda steps: pytest.fail("the steps were generated"))
     cluster = Topology(hosts, Level(1e-6, 1e-10), Level(10e-6, 3.2e-10), 1e-10)

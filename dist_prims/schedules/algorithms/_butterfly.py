@@ -96,7 +96,7 @@ def all_reduce(size: int, p: int, peers: Sequence[Ints]) -> Iterator[Step]:
 
 
 def swing_gather(p: int, surplus: int = 0) -> Iterator[EqualSteps]:
-    """The rounds of an all-gather among p ranks, an even number, with the peers of Swing.
+    """The steps of an all-gather among p ranks, an even number, with the peers of Swing.
 
     ``surplus``: the chunks of surplus ranks, which rank 0 sends in each step with its own ones.
     """

@@ -53,7 +53,7 @@ def distances(size: int, radix: int) -> list[int]:
 
 
 def _shifts(size: int, radix: int) -> Iterator[tuple[int, range]]:
-    """Of each step the distance, and the shifts of its message sets."""
+    """For each step its distance, and the shifts of its message sets."""
     return ((step, range(step, min(radix * step, size), step)) for step in distances(size, radix))
 
 

@@ -110,11 +110,11 @@ def _steps(size: int, root: int, chunks: int) -> Iterator[Step]:
         yield Step((root + src[edge]) % size, (root + dst[edge]) % size, tree[edge] * chunks + chunk[edge])
 
 
-def _in_second_tree(move: MessageSet, size: int) -> MessageSet:
-    """The messages of a move in the second tree; the last place of a shifted tree is left out (it becomes place 1)."""
+def _in_second_tree(tree_set: MessageSet, size: int) -> MessageSet:
+    """The same messages in the second tree. The last place of a shifted tree is left out: it becomes place 1."""
     if size % 2:
-        return move.mirrored(size + 1)
-    return replace(move, first=move.first + 1, last=min(move.last + 1, size))
+        return tree_set.mirrored(size + 1)
+    return replace(tree_set, first=tree_set.first + 1, last=min(tree_set.last + 1, size))
 
 
 def _load(hosts: Hosts, chunks: int = CHUNKS, reduce: bool = False) -> Iterator[LoadItem]:

@@ -72,8 +72,8 @@ class _Rank:
 
 
 class _Writer:
-    """Collects the thread blocks of all ranks, step by step. ``scratch``: the number of the first chunk behind those of
-    the schedule, where local copies of a step go."""
+    """Collects the thread blocks of all ranks, step by step. ``scratch``: the number of the first chunk after the
+    chunks of the schedule; local copies of a step go there."""
 
     def __init__(self, schedule: ScheduleData) -> None:
         self.schedule, self.places = schedule, places(schedule)
