@@ -83,11 +83,11 @@ bool SlotExchange::is_behind(int rank) const {
     return precedes(entry(rank).phase.load(), phase_);
 }
 
-bool SlotExchange::any_is_behind() const {
+int SlotExchange::first_behind() const {
     for (int peer = 0; peer < size(); ++peer) {
-        if (is_behind(peer)) return true;
+        if (is_behind(peer)) return peer;
     }
-    return false;
+    return -1;
 }
 
 void SlotExchange::phase() {
@@ -96,10 +96,10 @@ void SlotExchange::phase() {
     membership_.note_core();
     entry(rank()).phase.store(phase_);
     // 2. Wait for the other ranks. The last rank to post wakes the sleeping ranks instead.
-    if (!any_is_behind()) {
-        for (int peer = 0; peer < size(); ++peer) membership_.wake(peer);
+    if (const int peer = first_behind(); peer >= 0) {
+        wait_for_all(peer);
     } else {
-        wait_for_all();
+        for (int peer = 0; peer < size(); ++peer) membership_.wake(peer);
     }
     move_trace_step(1);
     // 3. The first phase of a call compares the calls.
@@ -108,12 +108,13 @@ void SlotExchange::phase() {
     }
 }
 
+// `first` is the first rank that was behind; it may have posted since.
 // Not inlined in phase(), which is faster without the objects that a wait needs.
-void SlotExchange::wait_for_all() {
+void SlotExchange::wait_for_all(int first) {
     WaitPolicy wait_policy(membership_);
     std::optional<LongWait> long_wait;
-    TraceSpan span(TraceKind::kWait);
-    for (int peer = 0; peer < size(); ++peer) {
+    TraceSpan span(TraceKind::kWait, 0, membership_.group_rank(first));
+    for (int peer = first; peer < size(); ++peer) {
         if (is_behind(peer)) span.set_peer(membership_.group_rank(peer));  // the last one is probably the latest rank
         while (is_behind(peer)) {
             const bool shares_core = membership_.shares_core(peer, [this](int rank) { return is_behind(rank); });

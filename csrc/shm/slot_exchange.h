@@ -90,8 +90,10 @@ private:
     PhaseEntry& entry(int rank) const;
     std::byte* slot(int rank, std::uint64_t phase) const;
     bool is_behind(int rank) const;
-    bool any_is_behind() const;
-    void wait_for_all();
+    // The first rank that is behind; -1 if none is.
+    int first_behind() const;
+    bool any_is_behind() const { return first_behind() >= 0; }
+    void wait_for_all(int first);
     void check_failures(std::optional<LongWait>& long_wait);
     std::string late_text() const;
 
