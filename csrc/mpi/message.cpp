@@ -76,13 +76,14 @@ bool MpiMessage::test() {
     {
         const std::lock_guard guard(mpi_lock());
         if (is_over_) return true;
-        if (is_closed() || !test_request()) return false;
+        if (is_closed() || !test_request()) return false;  // after close() no message becomes over: see message.h
         is_over_ = true;
     }
     Progress::instance().remove(this);
     return true;
 }
 
+// is_over_ remains false, so that a wait() throws.
 void MpiMessage::abandon() {
     const std::lock_guard guard(mpi_lock());
     if (!is_over_) cancel_or_keep();
@@ -140,7 +141,7 @@ bool MpiMessage::wait(Milliseconds limit) {
         if (is_closed())
             throw Transport::TransportError("the process is about to end, or MPI to be finalised, before this is done");
         if (is_aborted_.exchange(false)) return false;
-        if (Clock::now() >= until) communicator_->fail("the time limit of a message has passed");
+        if (Clock::now() >= until) communicator_->fail("the time limit of a message has passed");  // test() finds it
         backoff.pause({});
     }
     if (error_) std::rethrow_exception(error_);

@@ -30,7 +30,7 @@ public:
     // pending message is never over, because the release of its owner could destroy tensors while Python ends. Only
     // wait() fails then.
     bool test();
-    // Takes the message from MPI, which is about to end.
+    // Takes the message from MPI, which is about to end. Only Progress::close() calls it.
     void abandon();
     // As TransportRequest::wait().
     bool wait(Milliseconds limit);

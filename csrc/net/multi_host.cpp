@@ -96,7 +96,8 @@ std::size_t MultiHostGroup::largest_message(const RoundMessage& message) const {
     return message.frames * (sizeof(FrameHeader) + (rounds_.size() == 1 ? kMostData : kSmall));
 }
 
-// Posts the receives of the next agreement. They use the memory of the receives of the last agreement.
+// Posts the receives of the next agreement, during the current one, whose frames are still read. They use the memory of
+// the agreement before.
 void MultiHostGroup::post_receives() {
     auto receive = next_receives_.begin();
     for (const Round& round : rounds_) {
@@ -138,7 +139,7 @@ void MultiHostGroup::pack_frames(FrameHeader header, const Piggyback* data) {
     std::vector<const std::byte*> rows;
     for (int peer = 0; peer < slots.size(); ++peer) rows.push_back(slots.theirs(peer) + kCacheLine);
     own_frames_.assign(hosts_.ranks.size(), nullptr);
-    MessagePtr without_data, with_data;
+    MessagePtr without_data, with_data;  // messages for several hosts, unless each host gets its own data
     for (std::size_t to = 0; to < own_frames_.size(); ++to) {
         const std::size_t bytes = data ? data->message_bytes(hosts_.mine, to) : 0;
         MessagePtr& frame = bytes == 0 ? without_data : with_data;
@@ -335,6 +336,7 @@ LinkCosts MultiHostGroup::first_agreement(const Call& call, std::uint64_t networ
         else
             help_measure_link(remote, peer, network, timeout);
     }
+    // The sum of the agreement is a broadcast: only the leader of host 0 has a number other than 0.
     return LinkCosts::unpacked(agree(call, timeout, {costs.beta > 0 ? costs.packed() : 0})[0]);
 }
 

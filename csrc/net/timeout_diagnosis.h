@@ -1,4 +1,5 @@
-// Timeout diagnosis: which rank is late when a wait for another host times out. RemotePeers has one for each rank.
+// Timeout diagnosis: which rank is late when a wait for another host times out. The RemotePeers
+// of each rank has one.
 //
 // A rank that times out knows only which peer it was waiting for, and that peer may itself be blocked. It therefore
 // sends a remark to all ranks: its wait-for edge. Every other blocked rank replies to all with a remark of its own. The
@@ -10,7 +11,8 @@
 //
 // No rank is late if the link between two hosts drops packets, and the link is then said to be cut. Each rank therefore
 // also reports the ranks whose hosts do not answer what it has sent. A link is cut if both ranks reply, and one of them
-// reports that the host of the other does not answer. The other ranks forward the remarks of two such ranks.
+// reports that the host of the other does not answer. These two ranks
+// cannot reach each other, so the other ranks forward their remarks.
 #pragma once
 
 #include <atomic>
@@ -58,8 +60,10 @@ public:
     void close();
 
 private:
-    // The message of a diagnosis. Its kind is kWaits: `rank` waits for `target`; kUnanswered: the host of `target` does
-    // not answer `rank`; or, in a notice, the kind of the error, with the culprit `target` and the other rank `rank`.
+    // The message of a diagnosis. What it says depends on its kind:
+    //     kWaits         `rank` waits for `target`
+    //     kUnanswered    the host of `target` does not answer what `rank` has sent
+    //     0 and above    a notice with this CommError::Kind: `target` is the culprit, `rank` is Notice::other
     struct Remark {
         std::int32_t rank, target, kind;
         auto operator<=>(const Remark&) const = default;

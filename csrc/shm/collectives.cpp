@@ -39,7 +39,7 @@ std::size_t piece_bytes(const SlotExchange& slots, std::size_t pieces) {
 
 // An all-reduce in two shots: each rank sums its own chunk of a segment, then all ranks collect the sums. A rank posts
 // the sum of its chunk beside its input of the next segment, so a segment costs one phase. Offsets and counts are
-// elements here.
+// elements here. phase() makes mine() the slot of the next phase.
 //
 //     slot of rank 1, phase n   | chunk 0 of segment n |    -    | chunk 2 of segment n | sum of chunk 1, segment n - 1
 class TwoShot {
@@ -122,7 +122,8 @@ private:
     const DType dtype_;
     const Op op_;
     const std::byte* in_;
-    const std::size_t count_, element_, ranks_, chunk_;  // elements in all, bytes of one; bytes of a chunk in the slot
+    const std::size_t count_, element_;  // the elements of the data; the bytes of an element
+    const std::size_t ranks_, chunk_;    // the bytes of a chunk in the slot
 };
 
 // Each rank posts all of its data, and reduces the data of all ranks. `out`: null on a rank that gets no result.
@@ -184,9 +185,10 @@ void all_reduce(HostSegment& host_segment, DType dtype, Op op, const std::byte* 
     const std::size_t bytes = count * size_of(dtype);
     if (bytes <= std::min(host_segment.one_shot_bytes, slots.capacity()))
         return one_shot(slots, dtype, op, in, out, count);
+    // All ranks see in the first phase which ranks have their data in shared tensors. If none has, TwoShot goes on; if
+    // some have, all ranks begin TwoShot again; if all have, they reduce in place.
     TwoShot two_shot(slots, dtype, op, in, count);
     if (!mine.is_shared()) {
-        // Ranks that have shared tensors see in the first phase that this rank has none.
         if (!two_shot.run(out, true)) two_shot.run(out, false);
         return;
     }
@@ -272,6 +274,7 @@ void gather(SlotExchange& slots, int root, const std::byte* in, std::size_t byte
         slots.phase();
         if (number == 0) {
             for (int peer = 0; peer < slots.size(); ++peer)
+                // The longest block of a rank's call is what the rank sends.
                 must_match(slots.rank(), "gather", peer, slots.call(peer).longest, root, lists.read(root, 0, peer));
             all = segment_count(slots.longest(), lists.payload_bytes());
         }

@@ -25,8 +25,8 @@ void must_match(int rank, const char* what, int from, std::uint64_t sent, int to
 // A function returns when the result is complete and the input may be written again.
 // in, out: this rank's data and result; empty Blocks or Places on a rank that sends or receives none.
 // count, counts: elements. bytes, outgoing, incoming: bytes.
-// mine: the reference in this rank's call. If the data of all ranks is in shared tensors, it is reduced there, in
-// place.
+// mine: the reference in this rank's call. If it is shared, `in` and `out` are the same. If the data of all ranks is in
+// shared tensors, it is reduced there, in place.
 void all_reduce(HostSegment& host_segment, DType dtype, Op op, const std::byte* in, std::byte* out, std::size_t count,
                 const SharedTensorRef& mine = {});
 // All-reduce of any size through the slots, never in place.

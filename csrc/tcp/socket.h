@@ -28,17 +28,16 @@ private:
     int descriptor_ = -1;
 };
 
-// The functions below throw std::system_error with the address in its message.
-
 // Begins a connection to "10.0.0.1:4711" or "[fd00::1]:4711"; the socket becomes writable when it is established or has
-// failed. The error is EADDRNOTAVAIL only if this host has no port left.
+// failed. Throws std::system_error with the address in its message; EADDRNOTAVAIL only if this host has no port left.
 Socket connect_to(const std::string& address);
-// The next connection that waits to be accepted, if there is one. Throws also if this process has no descriptors left.
+// The next connection that waits to be accepted, if there is one. Throws std::system_error if this process has no
+// descriptors left, or the kernel no memory.
 std::optional<Socket> accept_from(const Socket& listening);
 
 // Whether bytes that were sent have not been acknowledged, although the kernel has sent them again.
 bool is_unanswered(const Socket& socket);
-// See Transport.
+// How much the peer has acknowledged, and in how much time: see Transport::Delivered.
 Transport::Delivered delivered(const Socket& socket);
 
 // Why a connection or a message has failed; empty if it has not. `number`: an errno, or 0.

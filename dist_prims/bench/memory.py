@@ -16,7 +16,7 @@ __all__: list[str] = []
 
 
 def chunk_bytes(collective: str, name: str, nbytes: int) -> float:
-    """The size of one chunk of an algorithm for data of ``nbytes``; 1 chunk of 1 byte without data."""
+    """The size of one chunk of an algorithm for data of ``nbytes``. 0 counts as 1, so it can be a divisor."""
     return max(nbytes, 1) / build(collective, name, dist.get_world_size()).chunks
 
 

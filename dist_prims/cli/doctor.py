@@ -108,12 +108,13 @@ def _listening() -> Iterator[Fact]:
         yield "ports", _ports(ports())
     except ValueError as error:
         yield "ports", f"fails: {error}"
-    sockets = "one for each rank (repairs) and one for each group of a rank (TCP; with UCX two); for a repaired group"
-    yield "sockets", f"on several hosts {sockets} a store; for a trace a clock (UDP); under mpirun the store of rank 0"
+    of_rank = "one of each rank (repairs), and one for each of its groups (TCP; UCX: two)"
+    others = "the store of a repaired group, the clock of a trace (UDP), under mpirun the store of rank 0"
+    yield "sockets", f"on several hosts: {of_rank}; {others}"
 
 
 def _ports(allowed: range) -> str:
-    if allowed == range(1):
+    if allowed == range(1):  # port 0: any port
         return f"the kernel chooses them ({PORTS} is not set)"
     free = 0
     for port in allowed:

@@ -61,7 +61,7 @@ def all_reduce(
     in_place = output is None and call.reads_in_place(tensor)
     target = source if in_place else call.write(tensor if output is None else output)
     call.check_length("output", target, source)
-    return perform(call.with_data([len(source)], [source], [target], [len(source)]))
+    return perform(call.with_data([len(source)], [source], [target], common=[len(source)]))
 
 
 def reduce_scatter(
@@ -93,7 +93,7 @@ def reduce_scatter(
     counts = [len(block) for block in blocks]
     target = call.write(output)
     call.check_length("output", target, blocks[call.rank])
-    return perform(call.with_data(counts, blocks, call.one_block(call.rank, target), counts))
+    return perform(call.with_data(counts, blocks, call.one_block(call.rank, target), common=counts))
 
 
 def all_gather(
@@ -123,7 +123,7 @@ def all_gather(
     counts = [len(block) for block in blocks]
     source = call.read(input)
     call.check_length("input", source, blocks[call.rank])
-    return perform(call.with_data(counts, call.one_block(call.rank, source), blocks, counts))
+    return perform(call.with_data(counts, call.one_block(call.rank, source), blocks, common=counts))
 
 
 def all_to_all(
@@ -157,7 +157,7 @@ def all_to_all(
     lengths = [len(block) for block in (*sent, *received)]
     common = [sum(lengths[: call.size])] if is_even else []
     # The schedule's blocks are the blocks that this rank sends, then the blocks that it receives.
-    return perform(call.with_data(lengths, [*sent, *nothing], [*nothing, *received], common, even=is_even))
+    return perform(call.with_data(lengths, [*sent, *nothing], [*nothing, *received], common=common, even=is_even))
 
 
 def scan(
@@ -183,7 +183,7 @@ def scan(
         "AVG and PREMUL_SUM are not supported by scan; use SUM, and divide or multiply the tensor",
     )
     target = call.read(tensor) if call.is_flat(tensor) else call.write(tensor, keep=True)
-    return perform(call.with_data([len(target)], [target], [target], [len(target)]))
+    return perform(call.with_data([len(target)], [target], [target], common=[len(target)]))
 
 
 def barrier(
@@ -202,7 +202,7 @@ def barrier(
     """
     token = torch.ones(1, dtype=torch.uint8, device=message_device(group_of(group, "barrier")))
     call = Call("barrier", group, token, CallOptions(algorithm, async_op, segment_bytes), dist.ReduceOp.MAX)
-    return perform(call.with_data([1], [token], [token], [1]))
+    return perform(call.with_data([1], [token], [token], common=[1]))
 
 
 def broadcast(
@@ -218,13 +218,14 @@ def broadcast(
 
     >>> broadcast(torch.ones(3), src=0)
     """
+    # In the default group only: there src is the rank in the group.
     is_direct = group is None and not (async_op or algorithm or segment_bytes)
     if is_direct and (members := direct_group(None, tensor)) and 0 <= src < members.size():
         dist.broadcast(tensor, src, members)
         return None
     call = Call("broadcast", group, tensor, CallOptions(algorithm, async_op, segment_bytes), root=src)
     target = call.read(tensor) if call.is_root and call.is_flat(tensor) else call.write(tensor, keep=call.is_root)
-    return perform(call.with_data([len(target)], [target if call.is_root else None], [target], [len(target)]))
+    return perform(call.with_data([len(target)], [target if call.is_root else None], [target], common=[len(target)]))
 
 
 def reduce(
@@ -251,7 +252,7 @@ def reduce(
         in_place = output is None and call.reads_in_place(tensor)
         target = source if in_place else call.write(tensor if output is None else output)
         call.check_length("output", target, source)
-    return perform(call.with_data([len(source)], [source], [target], [len(source)]))
+    return perform(call.with_data([len(source)], [source], [target], common=[len(source)]))
 
 
 def gather(
@@ -277,7 +278,7 @@ def gather(
     source = call.read(tensor)
     blocks = call.split_on_root(gather_list, "gather_list", call.write, len(source))
     counts = [len(source)] * call.size
-    return perform(call.with_data(counts, call.one_block(call.rank, source), blocks, counts[:1]))
+    return perform(call.with_data(counts, call.one_block(call.rank, source), blocks, common=counts[:1]))
 
 
 def scatter(
@@ -303,4 +304,4 @@ def scatter(
     target = call.write(tensor)
     blocks = call.split_on_root(scatter_list, "scatter_list", call.read, len(target))
     counts = [len(target)] * call.size
-    return perform(call.with_data(counts, blocks, call.one_block(call.rank, target), counts[:1]))
+    return perform(call.with_data(counts, blocks, call.one_block(call.rank, target), common=counts[:1]))

@@ -6,9 +6,10 @@ link with the most load. The trees are chosen one after the other by the load th
 1. A tree grows from its root by the cheapest pair of a rank in the tree and a rank outside. The cost of a pair is the
    sum of the weights of the links between the two, and a little for the distance from the root. A link weighs
 
-       slowness * (load * slowness / the most of any link) ^ power        slowness: 1 / bandwidth
+       slowness * ((load + 1) * slowness / the most of any link) ^ power
 
-   so the busiest links are avoided. The load of the tree itself counts, too: a chunk passes a shared link once.
+   with slowness = the largest bandwidth of any link / the bandwidth of this one. So the busiest links are avoided. The
+   load of the tree itself counts, too: a chunk avoids a link that it has passed.
 2. In each round every tree is removed and grown again, in random order. The power rises from round to round, so the
    first rounds find short ways and the last ones relieve the busiest links.
 
@@ -42,8 +43,9 @@ NOISE = 0.01  # of a cost, so that equal costs are drawn by chance
 class Pairs:
     """The pairs of ranks of a graph, and the links that a message between the two passes.
 
-    ``shared``: of the links of each pair those that a tree may use again, with the pairs that pass them. ``out_of`` and
-    ``into``: the pairs of which a rank is the source or the end.
+    ``shared``: for each pair its links, each with the other pairs that pass it and have another end. A tree that takes
+    the pair may still take these others, at a higher cost. ``out_of`` and ``into``: the pairs of which a rank is the
+    source or the end.
     """
 
     src: Ints
@@ -57,7 +59,7 @@ class Pairs:
     @staticmethod
     def of(graph: Graph, backwards: bool = False) -> Pairs:
         """``backwards``: the messages go from the end of a pair to its source, as in a reduce_scatter."""
-        size = graph.ranks
+        size = graph.ranks  # nodes from this number on are switches
         ends: list[tuple[int, int]] = []
         links: list[tuple[int, ...]] = []
         for src, dst in np.argwhere(~np.eye(size, dtype=np.bool_)).tolist():
@@ -105,7 +107,7 @@ class Packing:
         return float((self.load * self.slowness).max(initial=0))
 
     def grow(self, root: Any, power: int) -> Tree:
-        """A new tree; its load is added."""
+        """A new tree; its load is added. ``root``: a rank, or what a subclass takes for a root."""
         pairs, load = self.pairs, self.load
         slowness, most = self.slowness, max(self.most, 1.0)
         weight = np.append(slowness * ((load + 1) * slowness / most) ** power, 0.0)
@@ -152,15 +154,15 @@ def pack(packing: Packing, roots: Sequence[Any], until: float = math.inf) -> lis
         if time.perf_counter() > until:
             raise TimeoutError(f"{len(trees)} of {len(roots)} trees have grown")
         trees.append(packing.grow(root, packing.powers[0]))
-    best, fewest = list(trees), packing.most
+    best, least = list(trees), packing.most
     for power in packing.powers:
         for which in packing.random.permutation(len(trees)).tolist():
             if time.perf_counter() > until:
                 break
             packing.remove(trees[which])
             trees[which] = packing.grow(roots[which], power)
-        if packing.most < fewest:
-            best, fewest = list(trees), packing.most
+        if packing.most < least:
+            best, least = list(trees), packing.most
     return best
 
 

@@ -1,7 +1,8 @@
 """A trace in the JSON format of Chrome's trace viewer, which Perfetto reads: https://ui.perfetto.dev.
 
 A rank is a process of the viewer, a thread is a row. What may overlap on one thread (messages, steps of several
-segments, buckets) is an asynchronous event with a row of its own. Times in the file are microseconds.
+segments, buckets, collectives in the queue) is an asynchronous event with a row of its own. Times in the file are
+microseconds.
 """
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ def equal_hosts(size: int, hosts: HostSizes) -> tuple[int, int]:
 def flat_schedule(parameter: str, collective: str, name: str, size: int, root: int = 0) -> ScheduleData:
     """The small schedule of a phase by the algorithm ``name``, the value of ``parameter`` ("inner" or "outer").
 
-    Only the hierarchical all_to_all has chunk numbers for flat algorithms that need scratch.
+    An algorithm that needs scratch is refused, except for all_to_all: the other hierarchical algorithms have no chunk
+    numbers for scratch.
     """
     if name == "hierarchical" or (collective != "all_to_all" and lookup(collective, name).scratch is not None):
         raise ValueError(f"hierarchical: {parameter}={name!r} cannot be nested; use a flat algorithm of {collective}")
@@ -80,7 +81,8 @@ def chunks_of_blocks(collective: str) -> Callable[..., int]:
 
     def chunks(size: int, inner: str, outer: str, hosts: HostSizes) -> int:
         number, ranks = equal_hosts(size, hosts)
-        flat_schedule("inner", collective, inner, ranks), flat_schedule("outer", collective, outer, number)
+        flat_schedule("inner", collective, inner, ranks)  # both calls raise ValueError for a wrong name
+        flat_schedule("outer", collective, outer, number)
         return size
 
     return chunks
@@ -123,17 +125,21 @@ def load_between_hosts(collective: str, outer: str, hosts: Hosts, rank: float, l
 class Groups:
     """Many groups of ranks that run the steps of one small schedule at the same time.
 
-    ``ranks[g]``: the ranks of group g; ``first[g]``: its first chunk; ``width``: the number of chunks of the whole
-    schedule that make up one chunk of the small schedule.
+    ``ranks[g]``: the ranks of group g; ``first[g]``: its first chunk, in the numbers of the whole schedule; ``stride``:
+    the distance there between two successive chunks of the small schedule.
     """
 
-    def __init__(self, ranks: Ints, first: Ints, width: int) -> None:
-        self.ranks, self.first, self.width = ranks, first, width
+    def __init__(self, ranks: Ints, first: Ints, stride: int) -> None:
+        self.ranks, self.first, self.stride = ranks, first, stride
         self._small_columns: list[bytes] = []  # src, dst and reduce of the previous step, in the small schedule
         self._all_columns: list[NDArray[Any]] = []  # the same columns for all groups
 
     def spread(self, step: Step) -> Step:
-        """The rows of a step of the small schedule for all groups; each row stands for ``width`` chunks."""
+        """The rows of a step of the small schedule for all groups.
+
+        A CountedStep has one row for each message, and the number of its chunks. This suffices for prices. Its chunks
+        get a row each only on demand.
+        """
         messages, span = step.narrow
         src, dst, reduce = self._columns(messages)
         chunk = self._chunks(messages.chunk)
@@ -157,7 +163,7 @@ class Groups:
         return self._all_columns
 
     def _chunks(self, column: Ints) -> Ints:
-        return (self.first[:, None] + column * self.width).ravel()
+        return (self.first[:, None] + column * self.stride).ravel()
 
 
 def units_between_hosts(schedule: ScheduleData, hosts: tuple[int, ...], chunks: int) -> Phase:
@@ -199,7 +205,8 @@ def _within_hosts_by_units(
     for steps in itertools.zip_longest(*(schedule.steps for schedule in schedules)):
         active = [(group, step) for group, step in zip(groups, steps, strict=True) if step is not None]
         parts = [group.spread(step) for group, step in active]
-        widths = np.repeat([group.width for group, _ in active], [len(part) for part in parts])
+        # A chunk of the small schedule is all chunks up to the next one.
+        widths = np.repeat([group.stride for group, _ in active], [len(part) for part in parts])
         step = WideStep(Step.concat(parts), widths)
         yield step if without is None else _without_messages_to(without, step)
 

@@ -8,8 +8,8 @@ two operations is less than the order of the file:
 - A signal happens before the wait of the same number on the other end of the channel. The k-th channel from one rank
   to another belongs to the k-th one back. A relaxed signal says that its rank has begun, and nothing of what it did.
 - A port channel has a proxy that puts and signals later, in order. ``flush`` waits for it.
-- Packets carry flags: reading one waits for its writer, which may be the only one of a plan. The next call of its rank
-  writes there again, unless the calls use two scratch buffers in turn.
+- Packets carry flags: the reader of a packet waits for its writer, so a plan may write each packet only once. The next
+  call of the writer's rank writes the packet again, unless the calls use two scratch buffers in turn.
 - The buffers of a rank may be accessed after its start and before its end only: its memory is then used by others.
 """
 
@@ -37,7 +37,8 @@ class _Block:
     """Adds the operations of a thread block to the graph.
 
     ``sync``: the operation at which all threads met last. ``since``: the operations since then. ``last_of_thread``:
-    the last operation of each thread that signals or waits. ``last``: what the next operation waits for.
+    the last operation of each thread that signals or waits. ``last``: the operations after which the next
+    one starts. Their accesses may complete later, unless the order of the plan says otherwise.
     """
 
     def __init__(self, reader: PlanState, rank: int, number: int, block: Any) -> None:
@@ -97,7 +98,7 @@ class _Block:
 
     def _control(self, name: str, thread: int, after: Iterable[int] = ()) -> int:
         """Add an operation of one thread."""
-        number = self.graph.add(Operation(name), [self.last_of_thread.get(thread, self.sync), *after], self.last)
+        number = self.graph.add(Operation(name), [self.last_of_thread.get(thread, self.sync), *after], awaits=self.last)
         self.last_of_thread[thread] = number
         self.since.append(number)
         self.last = [number]
@@ -184,6 +185,7 @@ class _Block:
         sums = kind in _SUMS
         if sums:
             self.reader.reductions.add(field(op, "reduce_op", str))
+        # The first source of a sum is plain memory of this rank, and so is its first target.
         read = sources if kind in _FROM_PACKETS else sources[1:] if sums and has_packets else []
         written = targets if kind in _TO_PACKETS else targets[1:] if sums and has_packets else []
         for each in (*sources, *targets):
@@ -198,7 +200,7 @@ class _Block:
                 src = [*src[1:], src[0]]  # the order in which they are added
             pairs = [(each, dst[0]) for each in src] if sums else list(zip(src, dst, strict=True))
             first = self._moved(name, pairs, sums)
-            numbers = [self.graph.add(first, [self.sync], self.last)]
+            numbers = [self.graph.add(first, [self.sync], awaits=self.last)]
             if sums and len(dst) > 1:
                 forward = self._moved(name, [(dst[0], each) for each in dst[1:]])
                 numbers.append(self.graph.add(forward, numbers))
@@ -225,13 +227,13 @@ class _Block:
             operation.rows += [row for row in rows if row.reduce or row[:2] != row[2:4]]
             operation.reads += src
             operation.writes += dst if number == 0 or not sums else []
-        moves = {(row.dst, row.into): (row.src, row.chunk) for row in operation.rows if not sums}
-        elements = {place: at for _, dst in pairs for at, place in enumerate(dst)}
-        if (
-            len(set(operation.writes)) < len(operation.writes)
-            or any(elements.get(place, at) != at for src, _ in pairs for at, place in enumerate(src))
-            or (not sums and set(moves) & set(moves.values()))
-        ):
+        written_twice = len(set(operation.writes)) < len(operation.writes)
+        # The threads of a block work on different elements of a buffer, and independently.
+        element_written = {place: at for _, dst in pairs for at, place in enumerate(dst)}
+        crosses_threads = any(element_written.get(place, at) != at for src, _ in pairs for at, place in enumerate(src))
+        copies = {(row.dst, row.into): (row.src, row.chunk) for row in operation.rows if not sums}
+        reads_copies = not copies.keys().isdisjoint(copies.values())
+        if written_twice or crosses_threads or reads_copies:
             raise ValueError("its buffers overlap, so the result is not determined")
         return operation
 

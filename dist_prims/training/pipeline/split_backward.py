@@ -12,8 +12,8 @@ and matches its saved tensors with those of the first forward, one by one; so bo
 forward that calls ``torch.autograd.grad`` is refused: it needs some gradients only, and the function here cannot know
 which.
 
-Where the gradient of a weight is a product of matrices and no hook needs it, it is added to ``.grad`` while it is
-computed, without a temporary tensor.
+Where the gradient of a weight is a product of matrices, and neither a hook nor a bias needs the same computation, it is
+added to ``.grad`` while it is computed, without a temporary tensor.
 
 >>> layer, later = torch.nn.Linear(2, 1), Later()
 >>> x = torch.ones(1, 2, requires_grad=True)
@@ -224,12 +224,16 @@ class _Layer:
         raise NotImplementedError
 
     def factors(self, x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Matrices (micro-batch, out, k) and (micro-batch, k, in) whose products add up to the weight's gradient."""
+        """Matrices (n, out, k) and (n, k, in); the sum of their n products is the weight's gradient."""
         return None
 
     def add_product(self, x: torch.Tensor, grad: torch.Tensor) -> bool:
-        """Add the weight's gradient to ``.grad`` without a temporary tensor. Return False, and do nothing, if it is not
-        a product of matrices, or a hook needs the gradient by itself."""
+        """Add the weight's gradient to ``.grad`` without a temporary tensor, and return True.
+
+        Return False, and do nothing, unless the gradient is a product of matrices and ``.grad`` exists, is contiguous
+        and has the gradient's dtype. The same if a hook needs the gradient by itself, or if there is a bias, whose
+        gradient ``weight_grads`` computes together with the weight's.
+        """
         total = self.weight.grad
         hooks = has_gradient_hooks(self.weight)
         if self.bias is not None or total is None or hooks or not total.is_contiguous() or total.dtype != grad.dtype:
@@ -268,7 +272,7 @@ class _Conv(_Layer):
         self.groups: int = settings[3]
 
     def can_defer(self, x: torch.Tensor) -> bool:
-        return super().can_defer(x) and x.dim() == self.weight.dim()  # an image without batch dimension is not split
+        return super().can_defer(x) and x.dim() == self.weight.dim()  # an image without batch dimension is not deferred
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         nothing = [0] * len(self.stride)

@@ -9,8 +9,8 @@ where a send waits for its receiver and all transfers of a rank are in one queue
 posts the receives that come earlier in the order. So nothing deadlocks: the first unfinished message of the order has
 no other message in front of it, on either rank.
 
-*Receipts.* A message that comes back implies which of the sender's actions are done, and so which messages have arrived
-there: their buffers are free without an acknowledgement.
+*Receipts.* A message from a rank shows which of its actions are done, and so which messages to that rank have been
+used. Their buffers are free here without an acknowledgement.
 
 *A group of their own.* A call that is left before the ranks know each other's success, as by Ctrl-C, leaves an unknown
 number of messages. The rank then leaves the group: the other ranks raise at once, and a new pipeline has a new group
@@ -158,11 +158,11 @@ class Transfers:
         if device.type == "cuda":  # all ranks must make NCCL's first call in a group
             dist.all_reduce(torch.zeros(1, device=device), group=self.group)
         self._owns_group = self.group is not group
-        # A rank may leave the new group at once, by Ctrl-C, and must not while another rank still makes it.
+        # No rank may leave the new group, as by Ctrl-C, while another rank still makes it.
         dist.all_reduce(torch.zeros(1, device=message_device(group)), group=group)
         self._finalizer = weakref.finalize(self, end_groups, [self.group], group, os.getpid())
         self._finalizer.atexit = False
-        if device.type != "cpu":  # with NCCL, ending its communicator is a collective
+        if device.type != "cpu":  # with NCCL, ending a communicator is a collective: end() aborts it instead
             self._finalizer.detach()
         # 2. The state of all steps.
         self._queued = device.type == "cuda"  # NCCL: all transfers of a rank are in one queue
@@ -341,6 +341,7 @@ class Transfers:
         """Post a few receives before they are needed; with NCCL none that comes after a send in the order of the
         plan."""
         turn = self._script.turn
+        # One posted receive is for the message that the rank needs next; the others are ahead.
         while self._to_receive and len(self._posted) <= _AHEAD and not self._sends_layouts:
             if self._queued and self._to_send and turn[self._to_send[0]] < turn[self._to_receive[0]]:
                 return
