@@ -160,7 +160,7 @@ def _make_group(request: GroupRequest, monitor: _DeathMonitor) -> Any:
         store=store,
         make=make_group,
         multi_host=None,
-        accelerator=_nccl(store, rank, size, request.timeout),
+        nccl=_nccl(store, rank, size, request.timeout),
         slot_bytes=slot_bytes,
         one_shot_bytes=one_shot,
         network=0,

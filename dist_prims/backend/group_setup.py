@@ -45,7 +45,7 @@ class GroupSetup:
     store: Any  # that only the ranks of this group use
     make: Callable[[GroupRequest], Any]  # makes the backend of another group
     multi_host: MultiHostSchedules | None  # None on one host, where a group has no schedules
-    accelerator: Any  # the backend for tensors that are not on the CPU, or None
+    nccl: Any  # the backend for CUDA tensors, or None
     slot_bytes: int  # the size of a slot in shared memory
     one_shot_bytes: int  # the largest all_reduce in which each rank adds the data of all
     network: int  # the network namespace of this process, if the link between hosts is to be measured; else 0

@@ -55,8 +55,8 @@ def _is_dist_prims(backend: Any) -> bool:
 
 
 def is_on_dist_prims(call: Call) -> bool:
-    """Whether the group's backend for the tensors of the call is dist_prims."""
-    return call.like.device.type == "cpu" and _is_dist_prims(_backend_for(call.group, call.like.device))
+    """Whether the group's backend for the tensors of the call is dist_prims, which leaves CUDA tensors to NCCL."""
+    return call.like.device.type != "cuda" and _is_dist_prims(_backend_for(call.group, call.like.device))
 
 
 def find_all_reduce(group: dist.ProcessGroup | None) -> Callable[..., None] | None:

@@ -115,11 +115,13 @@ class Call:
 
     def _check_device(self, tensor: torch.Tensor) -> None:
         types = device_types(self.group)
-        self.check(
-            not types or tensor.device.type in types,
-            f"the tensor is on {tensor.device}, but the group serves {', '.join(sorted(types))}; move it there, or "
-            "make a group for it",
-        )
+        if types and tensor.device.type not in types:
+            suitable = ",".join(f"{device}:dist_prims" for device in sorted({"cpu", *types, tensor.device.type}))
+            self.check(
+                False,
+                f"the tensor is on {tensor.device}, but the group serves {', '.join(sorted(types))}; move it there, "
+                f'or make a group for it, by backend="{suitable}"',
+            )
 
     def is_flat(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is contiguous, and its memory contains its values, not their conjugates or negatives."""

@@ -101,7 +101,7 @@ PrimsBackend::~PrimsBackend() {
 
 void PrimsBackend::setTimeout(Milliseconds timeout) {
     options_->timeout = timeout;
-    for (c10d::Backend* const backend : {gloo_->get_if_made(), setup_->accelerator.get()}) {
+    for (c10d::Backend* const backend : {gloo_->get_if_made(), setup_->nccl.get()}) {
         if (backend) backend->setTimeout(timeout);
     }
 }
@@ -147,14 +147,12 @@ c10::weak_intrusive_ptr<PrimsBackend> PrimsBackend::weak_reference() {
 }
 
 c10d::Backend* PrimsBackend::other_backend(const Tensors& tensors) {
-    for (const auto& tensor : tensors) {
-        if (tensor.is_cpu()) continue;
-        check_owner();
-        TORCH_CHECK(setup_->accelerator, "rank ", rank_, ": a tensor is on ", tensor.device(),
-                    ", and this torch has no NCCL for it; move it to the CPU first");
-        return setup_->accelerator.get();
-    }
-    return nullptr;
+    for (const auto& tensor : tensors)
+        TORCH_CHECK_VALUE(tensor.device() == tensors[0].device(), "rank ", rank_, ": the tensors of one call are on ",
+                          tensors[0].device(), " and on ", tensor.device(), "; move them to one device");
+    if (!setup_->nccl || tensors.empty() || !tensors[0].is_cuda()) return nullptr;
+    check_owner();
+    return setup_->nccl.get();
 }
 
 PrimsBackend::TakenQueue PrimsBackend::take_idle_queue(const char* title, bool wanted) {
@@ -187,9 +185,9 @@ WorkPtr PrimsBackend::run_or_enqueue(std::vector<CollectiveCall> calls, const Ca
     job->title = options.title;
     job->done = work->completion();
     job->run = [this, self = weak_reference(), calls = std::move(calls), timeout = options.timeout, entry,
-                inference_mode = CallerInferenceMode(), called = tracing() ? trace_now() : 0]() mutable {
+                caller = CallerContext(work->result()), called = tracing() ? trace_now() : 0]() mutable {
         trace_queued(*trace_group_, calls.front().announced, called);
-        inference_mode.run([&] { run_calls(calls, timeout, entry); });
+        caller.run([&] { run_calls(calls, timeout, entry); });
     };
     // 4. Wait for the job here, or in Work::wait(), which must not need this object: the user may drop the group first.
     if (options.async) {
@@ -359,10 +357,10 @@ WorkPtr PrimsBackend::start_message(const CallOptions& options, const Tensors& t
     const std::uint64_t record = flight_recorder_.add(entry, true);
     // 2. What the thread that completes the message does: it delivers the data, and completes the Work.
     auto work = c10::make_intrusive<PrimsWork>(rank_, options.type, options.title, tensors, messages_);
-    const Output data(tensor);
-    auto done = [this, self = weak_reference(), data, outgoing, record, inference_mode = CallerInferenceMode(),
+    const MessageData data(tensor, outgoing);
+    auto done = [this, self = weak_reference(), data, outgoing, record, caller = CallerContext(tensors),
                  finish = work->completion()](std::exception_ptr error) {
-        if (!outgoing && !error) error = caught([&] { inference_mode.run([&] { data.deliver(); }); });
+        if (!outgoing && !error) error = caught([&] { caller.run([&] { data.deliver(); }); });
         caught([&] {
             flight_recorder_.end(record, !error);
             if (error) write_record();
@@ -375,13 +373,13 @@ WorkPtr PrimsBackend::start_message(const CallOptions& options, const Tensors& t
             if (callback) callback();
         });
     };
-    // 3. Start the message. `Output` owns the memory as long as a transport needs it.
+    // 3. Start the message. `MessageData` owns the memory as long as a transport needs it.
     const TraceCall traced(*trace_group_, messages_);
     StartedMessage message = execution_->start_message(
         {outgoing,
          peer,
          tag,
-         {data.data(), static_cast<std::size_t>(tensor.nbytes()), std::make_shared<Output>(data)},
+         {data.data(), static_cast<std::size_t>(tensor.nbytes()), std::make_shared<MessageData>(data)},
          options.timeout,
          std::move(done)});
     work->set_source(std::move(message.source));

@@ -8,7 +8,8 @@
 //     run_calls()       backend.cpp         makes the records of the call, and runs it (Execution::run)
 //
 // A send or a recv does not pass through the queue: start_message() starts it, and its Work waits for it. A call whose
-// tensors are on another device than the CPU belongs to the backend for that device: see other_backend().
+// tensors are on a CUDA device belongs to NCCL, if torch has it: see other_backend(). Tensors of any other device are
+// copied to the CPU before the call and from it after the call, as tensors that are not contiguous are: see packed().
 //
 // Threads: any thread of the program may make calls, and may end the group (shutdown(), abort()) while calls of other
 // threads run; the calls then raise. Jobs of the queue and callbacks of messages keep the object by weak references.
@@ -116,9 +117,9 @@ public:
     bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
     at::Tensor allocateTensor(long size, at::TensorOptions options) override;
     std::shared_ptr<c10::Allocator> getMemAllocator() override { return shared_tensor_allocator(); }
-    bool supportsCoalescing() const override { return setup_->accelerator != nullptr; }
-    void startCoalescing() override { setup_->accelerator->startCoalescing(); }
-    WorkPtr endCoalescing() override { return setup_->accelerator->endCoalescing(); }
+    bool supportsCoalescing() const override { return setup_->nccl != nullptr; }
+    void startCoalescing() override { setup_->nccl ? setup_->nccl->startCoalescing() : Backend::startCoalescing(); }
+    WorkPtr endCoalescing() override { return setup_->nccl ? setup_->nccl->endCoalescing() : Backend::endCoalescing(); }
 
     bool supportsSplitting() const override { return true; }
     // Makes a group of these ranks of this group, in this order. Returns null on the other ranks, which need not call
@@ -219,7 +220,7 @@ private:
     WorkPtr check_and_start_message(c10d::OpType type, const char* title, const Tensors& tensors, int peer, int tag);
     // Starts a send or a receive of the only tensor. `tag` may be one that users do not have.
     WorkPtr start_message(const CallOptions& options, const Tensors& tensors, int peer, PointToPoint::Tag tag);
-    // The backend for the device of these tensors; null if they are on the CPU, which this backend serves.
+    // The backend for the device of these tensors, which must be the same; null if this backend serves it.
     c10d::Backend* other_backend(const Tensors& tensors);
     c10d::Backend* other_backend_for_message(const Tensors& tensors, int tag);
 

@@ -127,7 +127,7 @@ Setup read_setup(const py::object& setup, Milliseconds timeout) {
             },
         .choose = field<Choose>(setup, "choose"),
         .network = field<std::uint64_t>(setup, "network"),
-        .accelerator = field<BackendPtr>(setup, "accelerator"),
+        .nccl = field<BackendPtr>(setup, "nccl"),
         .slot_bytes = field<std::size_t>(setup, "slot_bytes"),
         .one_shot_bytes = field<std::size_t>(setup, "one_shot_bytes"),
         .group = field<std::string>(setup, "name"),

@@ -84,7 +84,6 @@ Tensors CallBuilder::list_of_root(const char* what, const std::vector<Tensors>& 
 }
 
 CollectiveCall CallBuilder::all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op) const {
-    must_be_on_cpu("all_reduce", tensor);
     const Op kind = checked_op("all_reduce", op, tensor);
     return call_of_blocks(Collective::kAllReduce, tensor, {premultiplied("all_reduce", tensor, op)}, {tensor},
                           {count_of(tensor)}, kind);
@@ -106,7 +105,6 @@ CollectiveCall CallBuilder::reduce(const at::Tensor& tensor, const c10d::ReduceO
 }
 
 CollectiveCall CallBuilder::all_gather(const at::Tensor& input, const Tensors& outputs) const {
-    must_be_on_cpu("all_gather", input);
     must_be_one_per_rank("all_gather", outputs.size(), size);
     must_be_alike("all_gather", outputs, input);
     const auto own = outputs[static_cast<std::size_t>(rank)].numel();
@@ -117,7 +115,6 @@ CollectiveCall CallBuilder::all_gather(const at::Tensor& input, const Tensors& o
 
 CollectiveCall CallBuilder::reduce_scatter(const Tensors& inputs, const at::Tensor& output,
                                            const c10d::ReduceOp& op) const {
-    must_be_on_cpu("reduce_scatter", output);
     const Op kind = checked_op("reduce_scatter", op, output);
     must_be_one_per_rank("reduce_scatter", inputs.size(), size);
     must_be_alike("reduce_scatter", inputs, output);
@@ -155,7 +152,6 @@ CollectiveCall CallBuilder::scatter(const std::vector<Tensors>& inputs, const at
 CollectiveCall CallBuilder::all_to_all(const Tensors& inputs, const Tensors& outputs) const {
     must_be_one_per_rank("all_to_all", outputs.size(), size);
     must_be_one_per_rank("all_to_all", inputs.size(), size);
-    must_be_on_cpu("all_to_all", inputs[0]);
     must_be_alike("all_to_all", outputs, inputs[0]);
     must_be_alike("all_to_all", inputs, inputs[0]);
     return call_of_blocks(Collective::kAllToAll, inputs[0], inputs, outputs, element_counts(inputs));

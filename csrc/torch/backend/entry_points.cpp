@@ -1,8 +1,8 @@
 // The entry points of PrimsBackend, in the order of c10d::Backend. torch has several functions for one collective: with
 // lists of tensors, with one large tensor, coalesced (several calls at once). Each function here makes a CollectiveCall
-// of its arguments, or several, and submits it; so does run_call(), for dist_prims.collectives. A call whose tensors
-// are on another device goes to the backend for that device instead (other_backend()). Each of the two ways begins with
-// check_owner(): submit() and other_backend() call it.
+// of its arguments, or several, and submits it; so does run_call(), for dist_prims.collectives. A call of CUDA tensors
+// goes to NCCL instead, if there is one (other_backend()). Each of the two ways begins with check_owner(): submit() and
+// other_backend() call it.
 #include <ATen/record_function.h>
 
 #include "../../common/process.h"
@@ -236,7 +236,7 @@ WorkPtr PrimsBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input
     if (auto* backend = other_backend({input})) return backend->_reduce_scatter_base(output, input, opts);
     const auto record = profiler_record("_reduce_scatter_base", opts.asyncOp, input, output);
     return submit(
-        builder().reduce_scatter(split_into_blocks("reduce_scatter", packed(input), size_), output, opts.reduceOp),
+        builder().reduce_scatter(split_into_blocks("reduce_scatter", input.contiguous(), size_), output, opts.reduceOp),
         call_options(Collective::kReduceScatter, opts, c10d::OpType::_REDUCE_SCATTER_BASE), {output});
 }
 
@@ -245,7 +245,7 @@ WorkPtr PrimsBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors&
     if (auto* backend = other_backend(inputs)) return backend->reduce_scatter_tensor_coalesced(outputs, inputs, opts);
     const auto record = profiler_record("reduce_scatter_tensor_coalesced", opts.asyncOp, inputs, outputs);
     auto calls = calls_of("reduce_scatter", inputs, outputs.size(), [&](std::size_t index) {
-        return builder().reduce_scatter(split_into_blocks("reduce_scatter", packed(inputs[index]), size_),
+        return builder().reduce_scatter(split_into_blocks("reduce_scatter", inputs[index].contiguous(), size_),
                                         outputs[index], opts.reduceOp);
     });
     return submit(std::move(calls), call_options(Collective::kReduceScatter, opts, c10d::OpType::COALESCED), outputs);
@@ -258,7 +258,7 @@ WorkPtr PrimsBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::
     const bool is_even = input_splits.empty() && output_splits.empty();
     const auto record = profiler_record(is_even ? "all_to_all" : "all_to_allv", opts.asyncOp, input, output, -1,
                                         input_splits, output_splits);
-    return submit(builder().all_to_all(split_into_blocks("all_to_all", packed(input), size_, input_splits),
+    return submit(builder().all_to_all(split_into_blocks("all_to_all", input.contiguous(), size_, input_splits),
                                        split_into_blocks("all_to_all", output, size_, output_splits)),
                   call_options(Collective::kAllToAll, opts, c10d::OpType::ALLTOALL_BASE), {output});
 }
@@ -278,7 +278,7 @@ WorkPtr PrimsBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOp
 
 WorkPtr PrimsBackend::barrier(const c10d::BarrierOptions& opts) {
     check_owner();
-    if (setup_->accelerator && opts.device && !opts.device->is_cpu()) return setup_->accelerator->barrier(opts);
+    if (setup_->nccl && opts.device && opts.device->is_cuda()) return setup_->nccl->barrier(opts);
     const auto record = profiler_record("barrier", opts.asyncOp, Tensors(), Tensors());
     return submit(CollectiveCall{}, call_options(Collective::kBarrier, opts), {});
 }

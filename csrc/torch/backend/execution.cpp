@@ -24,7 +24,7 @@ void stage_outputs(CollectiveCall& call) {
     if (std::none_of(call.outputs.begin(), call.outputs.end(), needs_staging)) return;
     call.user_outputs = call.outputs;
     for (at::Tensor& output : call.outputs) {
-        if (needs_staging(output)) output = at::empty(output.sizes(), output.options());
+        if (needs_staging(output)) output = packed_buffer(output);
     }
 }
 

@@ -62,13 +62,13 @@ struct Setup {
     // Makes the handle of this process, and the group that replaces `from`.
     std::function<std::string(int rank)> make_handle;
     std::function<c10::intrusive_ptr<c10d::Backend>(PrimsBackend& from, const Reconfiguration&)> make_reconfigured;
-    ChooseSchedule choose;                          // for a group that spans hosts
-    std::uint64_t network = 0;                      // see MultiHostGroup::first_agreement()
-    c10::intrusive_ptr<c10d::Backend> accelerator;  // for tensors that are not on the CPU; may be null
-    std::size_t slot_bytes = 0;                     // the least size of a rank's slot in the slot exchange
-    std::size_t one_shot_bytes = 0;  // the largest data that an all_reduce on one host reduces in one phase
-    std::string group;               // the name of the group, for the flight recorder and profilers
-    std::vector<uint64_t> ranks;     // the global ranks of the group, for the same
+    ChooseSchedule choose;                   // for a group that spans hosts
+    std::uint64_t network = 0;               // see MultiHostGroup::first_agreement()
+    c10::intrusive_ptr<c10d::Backend> nccl;  // for CUDA tensors; may be null
+    std::size_t slot_bytes = 0;              // the least size of a rank's slot in the slot exchange
+    std::size_t one_shot_bytes = 0;          // the largest data that an all_reduce on one host reduces in one phase
+    std::string group;                       // the name of the group, for the flight recorder and profilers
+    std::vector<uint64_t> ranks;             // the global ranks of the group, for the same
     // Called when the group is made, with the costs of the link between hosts if they have been measured. Returns the
     // description of the group in traces.
     std::function<std::string(const LinkCosts&)> describe;

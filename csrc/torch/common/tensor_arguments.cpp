@@ -139,11 +139,15 @@ DType type_of(const at::Tensor& tensor) {
 }
 
 bool is_packed(const at::Tensor& tensor) {
-    return !tensor.is_conj() && !tensor.is_neg() && tensor.is_contiguous();
+    return tensor.is_cpu() && !tensor.is_conj() && !tensor.is_neg() && tensor.is_contiguous();
 }
 
 at::Tensor packed(const at::Tensor& tensor) {
-    return is_packed(tensor) ? tensor : tensor.resolve_conj().resolve_neg().contiguous();
+    return is_packed(tensor) ? tensor : tensor.cpu().resolve_conj().resolve_neg().contiguous();
+}
+
+at::Tensor packed_buffer(const at::Tensor& tensor) {
+    return at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
 }
 
 bool outputs_overlap(const Tensors& inputs, const Tensors& outputs) {
@@ -256,7 +260,6 @@ Op checked_op(const char* what, const c10d::ReduceOp& op, const at::Tensor& tens
 
 const at::Tensor& only_tensor(const char* what, const Tensors& tensors) {
     TORCH_CHECK_VALUE(tensors.size() == 1, what, ": one tensor is needed, not ", tensors.size());
-    must_be_on_cpu(what, tensors[0]);
     return tensors[0];
 }
 

@@ -19,10 +19,14 @@ void name_dtypes();
 // The DType of a tensor. Each type of torch has its own DType, also a type that can be moved but not reduced.
 DType type_of(const at::Tensor& tensor);
 
-// A packed tensor is contiguous, and its memory holds its values as they are: no conjugate or negative view.
+// A packed tensor is on the CPU and contiguous, and its memory holds its values as they are: no conjugate or negative
+// view.
 bool is_packed(const at::Tensor& tensor);
-// Returns the tensor itself if it is packed, and otherwise a packed copy.
+// Returns the tensor itself if it is packed, and otherwise a packed copy. The copy from another device follows the work
+// of the current stream, and is done when the function returns.
 at::Tensor packed(const at::Tensor& tensor);
+// Returns packed memory for the values of a tensor, without the values.
+at::Tensor packed_buffer(const at::Tensor& tensor);
 
 inline std::byte* bytes_of(const at::Tensor& tensor) {
     return static_cast<std::byte*>(tensor.data_ptr());
@@ -37,12 +41,13 @@ Counts element_counts(const Tensors& tensors);
 Blocks blocks_of(const Tensors& tensors);
 Places places_of(const Tensors& tensors);
 
-// An output of a user: `flat` is packed memory to write to, the tensor's own or a copy. deliver() copies it to the
-// tensor if it is a copy.
-struct Output {
+// The tensor of a message: `flat` is packed memory to read from or to write to, of the tensor itself or of a copy.
+// deliver() copies `flat` to the tensor if it is a copy.
+struct MessageData {
     at::Tensor tensor, flat;
 
-    explicit Output(const at::Tensor& tensor) : tensor(tensor), flat(packed(tensor)) {}
+    MessageData(const at::Tensor& tensor, bool outgoing)
+        : tensor(tensor), flat(outgoing || is_packed(tensor) ? packed(tensor) : packed_buffer(tensor)) {}
     std::byte* data() const { return bytes_of(flat); }
     void deliver() const {
         if (!flat.is_same(tensor)) tensor.copy_(flat);
@@ -67,7 +72,7 @@ Tensors split_into_blocks(const char* what, const at::Tensor& tensor, int size,
 
 // These are checks, which throw ValueError. Returns the reduction if it can reduce the tensor.
 Op checked_op(const char* what, const c10d::ReduceOp& op, const at::Tensor& tensor);
-// Returns the only tensor of the list, which must be on the CPU.
+// Returns the only tensor of the list.
 const at::Tensor& only_tensor(const char* what, const Tensors& tensors);
 void must_be_on_cpu(const char* what, const at::Tensor& tensor);
 // The tensors must have the type and the device of `like`.

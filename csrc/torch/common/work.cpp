@@ -31,9 +31,19 @@ c10::IValue future_value(const std::vector<at::Tensor>& outputs, std::size_t lis
 
 }  // namespace
 
+std::optional<c10::Stream> current_stream(const std::vector<at::Tensor>& tensors) {
+    if (tensors.empty() || tensors[0].is_cpu()) return std::nullopt;
+    const c10::Device device = tensors[0].device();
+    return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
 PrimsWork::PrimsWork(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> outputs,
                      std::uint64_t sequence, std::size_t lists)
-    : Work(rank, type, title, outputs), outputs_(std::move(outputs)), sequence_(sequence), lists_(lists) {}
+    : Work(rank, type, title, outputs),
+      outputs_(std::move(outputs)),
+      sequence_(sequence),
+      lists_(lists),
+      stream_(current_stream(outputs_)) {}
 
 PrimsWork::Completion PrimsWork::completion() {
     return [self = c10::intrusive_ptr<PrimsWork>::reclaim_copy(this)](std::exception_ptr error) {
@@ -59,6 +69,7 @@ std::function<void()> PrimsWork::complete(std::exception_ptr error) {
     }
     if (!future) return {};
     return [self = c10::intrusive_ptr<PrimsWork>::reclaim_copy(this), future] {
+        const c10::OptionalStreamGuard on_stream(self->stream_);
         if (const auto error = caught([&] { self->settle_future(*future); }))
             TORCH_WARN("a callback on the end of ", c10d::opTypeToString(self->retrieveOpType()),
                        " has failed: ", message_of(error));

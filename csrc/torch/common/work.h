@@ -3,6 +3,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/StreamGuard.h>
 
 #include <functional>
 #include <memory>
@@ -50,6 +51,7 @@ private:
     const std::vector<at::Tensor> outputs_;
     const std::uint64_t sequence_;
     const std::size_t lists_;
+    const std::optional<c10::Stream> stream_;  // of the caller; the callbacks of the future run on it
     std::function<int()> source_;
     std::mutex guard_;                                // of all below
     Waiter waiter_;                                   // empty after the completion
@@ -80,21 +82,29 @@ private:
     const std::size_t lists_;
 };
 
-// The inference mode of the thread that makes this object, for the part of its call that another thread runs: a tensor
-// that was made in inference mode can be written in inference mode only.
-class CallerInferenceMode {
+// The current stream of this thread for the device of the tensors, which is the device of the first one. None for the
+// CPU.
+std::optional<c10::Stream> current_stream(const std::vector<at::Tensor>& tensors);
+
+// The modes of the thread that makes this object, for the part of its call that another thread runs: a tensor that was
+// made in inference mode can be written in inference mode only, and a result for another device is copied to it in the
+// order of the caller's stream.
+class CallerContext {
 public:
-    // Runs `act` in that mode, without gradients.
+    explicit CallerContext(const std::vector<at::Tensor>& outputs) : stream_(current_stream(outputs)) {}
+    // Runs `act` in these modes, without gradients.
     template <typename Act>
     void run(const Act& act) const {
         std::optional<c10::InferenceMode> inference;
         if (in_inference_) inference.emplace();
         const at::NoGradGuard no_grad;
+        const c10::OptionalStreamGuard on_stream(stream_);
         act();
     }
 
 private:
     bool in_inference_ = c10::InferenceMode::is_enabled();
+    std::optional<c10::Stream> stream_;
 };
 
 }  // namespace dist_prims
