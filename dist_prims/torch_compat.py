@@ -198,37 +198,42 @@ def replace_group(
     """
     c10d: Any = dist.distributed_c10d
     world = c10d._world
+    kind = backend_name(old)
     if old is default_group():
         dist.destroy_process_group()
-        return install_default_group(backend, store, name)
-    config, description = world.pg_backend_config[old], old.group_desc
+        return install_default_group(backend, store, name, kind)
+    description = old.group_desc
     old_ranks = {position: rank for rank, position in world.pg_group_ranks[old].items()}
     dist.destroy_process_group(old)
     members = {old_ranks[rank]: position for position, rank in enumerate(ranks)}
-    return _install_group(backend, store, name, config, description, members)
+    return _install_group(backend, store, name, kind, description, members)
 
 
-def install_default_group(backend: Any, store: dist.Store, name: str) -> dist.ProcessGroup:
-    """Register a group with this backend object as the default group; there must be no default group."""
+def install_default_group(backend: Any, store: dist.Store, name: str, kind: str) -> dist.ProcessGroup:
+    """Register a group with this backend object as the default group; there must be no default group.
+
+    ``kind`` is the backend that a program names for such a group: a name, or names by device. The backend object serves
+    all these devices.
+    """
     c10d: Any = dist.distributed_c10d
-    config = str(c10d.BackendConfig(c10d.Backend(backend.name())))
     members = {rank: rank for rank in range(backend.size())}
-    group = _install_group(backend, store, name, config, "default_pg", members)
+    group = _install_group(backend, store, name, kind, "default_pg", members)
     c10d._update_default_pg(group)
     count_groups_from(0)  # an init_process_group() that failed has counted
     return group
 
 
 def _install_group(
-    backend: Any, store: dist.Store, name: str, config: str, description: str, members: dict[int, int]
+    backend: Any, store: dist.Store, name: str, kind: str, description: str, members: dict[int, int]
 ) -> dist.ProcessGroup:
     c10d: Any = dist.distributed_c10d
     world = c10d._world
     prefixed = dist.PrefixStore(f"{name}/", store)
+    config = str(c10d.BackendConfig(c10d.Backend(kind)))
     group: Any = unlisted_group(backend, prefixed, [part.partition(":")[0] for part in config.split(",")])
     group._set_group_name(name)
     group._set_group_desc(description)
-    world.pg_map[group] = (backend.name(), prefixed)
+    world.pg_map[group] = (kind, prefixed)
     world.pg_names[group] = name
     world.pg_backend_config[group] = config
     world.pg_group_ranks[group] = members

@@ -40,7 +40,7 @@ from ..rendezvous.hosts import host_id, network_number
 from ..rendezvous.network import is_loopback, own_address, split_address
 from ..rendezvous.secret import REMEDY, Secret
 from ..rendezvous.served import connect, open_store
-from ..torch_compat import default_group, install_default_group, replace_group, timeout_of
+from ..torch_compat import backend_name, default_group, install_default_group, replace_group, timeout_of
 from .reconfigure import reconfigure_handle, reconfigured_backend
 from .repair_attempt import RepairAttempt, store_prefix
 from .shrink import next_name, repairable_backend, shrink_backend
@@ -70,6 +70,7 @@ class _Admission:
     store: str  # the address of the store of the new group
     prefix: str  # of the keys in it
     name: str  # of the new group
+    kind: str  # its backend, or the backends by device
     rank: int  # of the new rank in it
     size: int
     timeout: float  # of the group, in seconds
@@ -202,6 +203,7 @@ def _admit(
                 store=address,
                 prefix=store_prefix(made.attempt, agreement, 0),
                 name=name,
+                kind=backend_name(old),
                 rank=size + number,
                 size=size + len(tokens),
                 timeout=timeout_of(old, torch.device("cpu")).total_seconds(),
@@ -262,7 +264,7 @@ def join(at: str | dist.Store, *, timeout: float = 300.0) -> dist.ProcessGroup:
             pause = min(2 * pause, _LONGEST_PAUSE)
             continue
         backend.set_timeout(timedelta(seconds=admission.timeout))
-        return install_default_group(backend, store, admission.name)
+        return install_default_group(backend, store, admission.name, admission.kind)
 
 
 def _wait_for_admission(meeting: dist.Store, deadline: float) -> _Admission | None:

@@ -106,7 +106,7 @@ def next_name(name: str) -> str:
 
 def repairable_backend(group: dist.ProcessGroup, operation: str) -> Any:
     """Return the backend of a group for a repair; TypeError if the group has other backends as well."""
-    if backend_name(group) != NAME:
+    if {name.rpartition(":")[2] for name in backend_name(group).split(",")} != {NAME}:  # it may name them by device
         raise TypeError(
             f"{operation}: the group has the backend {dist.get_backend_config(group)}; only groups of the backend "
             f"{NAME} alone can be repaired"

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import toy_device
 from ranks import span
+from survivors import join_at_rank_0, run_ranks
 from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -206,3 +207,26 @@ def test_training_with_ddp() -> None:
 
     (of_cpu, of_toy), other_rank = on_toy(body)
     assert of_cpu == of_toy == other_rank[0] == other_rank[1]
+
+
+@pytest.mark.slow
+def test_repaired_groups_serve_the_device(tmp_path: Path) -> None:
+    """A shrunk default group, and with it every new group, served the CPU only."""
+    place = f"file://{tmp_path}/place"
+
+    def body(rank: int) -> Any:
+        toy_device.install()
+        if rank == 2:
+            dist_prims.join(place, timeout=60)
+        else:
+            join_at_rank_0(rank, 2, tmp_path, BOTH)
+            dist_prims.shrink()
+            while dist.get_world_size() < 3:
+                dist_prims.grow(place)
+        sums = []
+        for group in (dist.group.WORLD, dist.new_group(), dist.group.WORLD.split_group([0, 1, 2])):
+            group.allreduce([tensor := torch.ones(1, device=TOY)]).wait()
+            sums.append(tensor.item())
+        return sums, dist.get_backend(dist.group.WORLD)
+
+    assert run_ranks(body, 3, tmp_path, join=False) == [([3, 3, 3], BOTH)] * 3

@@ -65,7 +65,7 @@ def run_worlds(
             rank.join(20)
 
 
-def join_at_rank_0(rank: int, size: int, folder: Path) -> None:
+def join_at_rank_0(rank: int, size: int, folder: Path, backend: str = "dist_prims") -> None:
     """Join the default group by a TCPStore that rank 0 keeps: it needs no descriptors later, and ends with rank 0."""
     port = folder / "port"
     if rank == 0:
@@ -78,7 +78,7 @@ def join_at_rank_0(rank: int, size: int, folder: Path) -> None:
             assert time.monotonic() < deadline, "rank 0 has no store"
             time.sleep(0.01)
         store = dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
-    dist.init_process_group("dist_prims", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
 
 
 @contextlib.contextmanager
