@@ -148,16 +148,18 @@ class RepairAttempt:
             self._registers.close()
 
     def _give_up_without_descriptors(self) -> CommError:
-        """Announce that this rank is gone, so that no rank waits for it; return the error for this rank."""
+        """Announce that this rank is gone, so that no rank waits for it; return the error for this rank.
+
+        If this rank reaches no majority, the other ranks may read it later, on this rank's own server.
+        """
         if self.backend:
             self.backend.abort()  # the others may have made the group
-        remedy = "and call again"
         with contextlib.suppress(OSError, NoMajorityError):
             self._registers.announce(Record(self._round, gone=frozenset({self._rank})).text())
-            remedy += "; if the other ranks have gone on without this one, let it join again by dist_prims.join()"
         return CommError(
             f"rank {self._rank}: this process has no file descriptor left to repair the group; raise its limit "
-            f"(`ulimit -n`), or close what it does not need, {remedy}"
+            f"(`ulimit -n`), or close what it does not need, and call again; if the other ranks have gone on without "
+            "this one, let it join again by dist_prims.join()"
         )
 
     def _open_registers(self) -> Registers:
