@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import shlex
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -56,7 +57,7 @@ _libraries: tuple[torch.library.Library, ...]
 def compile_streams(folder: Path) -> Path:
     """Compile what gives each thread a current stream of the device; for :func:`install`."""
     torch_folder, library = Path(torch.__file__).parent, folder / "streams.so"
-    command = [compiler(), "-std=c++20", "-shared", "-fPIC", "-xc++", "-", "-o", str(library)]
+    command = [*shlex.split(compiler()), "-std=c++20", "-shared", "-fPIC", "-xc++", "-", "-o", str(library)]
     links = [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-lc10"]
     subprocess.run([*command, *links], input=_STREAMS, text=True, check=True, timeout=300)
     return library
