@@ -1,5 +1,5 @@
 // A checksum of whole numbers or of a text, to compare them between ranks: two that differ have the same checksum with
-// a probability of 2^-64. No protection against intent.
+// a probability of 2^-64. Texts can be chosen so that they have the same checksum, so it is no signature.
 #pragma once
 
 #include <cstdint>

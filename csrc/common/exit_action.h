@@ -19,7 +19,7 @@ private:
     const int owner_;
 };
 
-// Runs the actions of this process now, for one that will end by _exit() with status 0.
+// Runs the actions of this process now. For a process that is about to end by _exit() with status 0.
 void run_exit_actions();
 
 }  // namespace dist_prims

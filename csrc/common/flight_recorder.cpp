@@ -10,7 +10,7 @@
 namespace dist_prims {
 namespace {
 
-constexpr const char* kVersion = "2.4";  // of the form that the flight recorder writes
+constexpr const char* kVersion = "2.4";  // of PyTorch's format for flight records
 constexpr const char* kStates[] = {"scheduled", "started", "completed", "failed"};
 
 std::int64_t now() {

@@ -1,13 +1,13 @@
 // Reductions of buffers: out = ((in[0] op in[1]) op in[2]) ..., element by element, in that order.
 //
 // The order matters: a reduction of the ranks' buffers in rank order gives the same bits in one process and in many.
-// float16 and bfloat16 are added in float32 and rounded once a fold.
+// float16 and bfloat16 are added in float32 and rounded once per fold.
 //
-// A mean (Op::kAvg) is the sum, divided within the last fold: of half types before they are rounded, so that a mean is
-// finite where the sum of its addends is not. A schedule may add in several steps, and a half type must not overflow in
-// between: a sum of several addends is carried as sum / 2^e, where 2^e is the least power of two that is no less than
-// the number of addends. This loses no bits except below the normal range. The mean of integers is the sum, which wraps
-// as SUM does, divided and truncated towards zero, as in NCCL.
+// A mean (Op::kAvg) is the sum, divided within the last fold: half types are divided before they are rounded, so a mean
+// is finite where the sum of its addends is not. A schedule may add in several steps, and a half type must not overflow
+// in between: a sum of several addends is carried as sum / 2^e, where 2^e is the least power of two that is no less
+// than the number of addends. This loses no bits except below the normal range. The mean of integers is the sum, which
+// wraps as SUM does, divided and truncated towards zero, as in NCCL.
 #pragma once
 
 #include <cstddef>

@@ -62,8 +62,8 @@ Descriptor make_memory(std::size_t bytes);
 
 // Makes `bytes` of memory without pages. The name appears in the list of mappings of a process.
 Descriptor make_sparse_memory(const char* name, std::size_t bytes);
-// Reserve pages of sparse memory, which read as zero if they were not reserved before; free pages, even while other
-// processes map them. `begin` and `bytes` must be multiples of a page.
+// reserve() allocates pages of sparse memory; new pages read as zero. discard() frees pages, even while other processes
+// map them. `begin` and `bytes` must be multiples of a page.
 void reserve(const Descriptor& memory, std::size_t begin, std::size_t bytes);
 void discard(const Descriptor& memory, std::size_t begin, std::size_t bytes) noexcept;
 

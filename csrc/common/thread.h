@@ -44,8 +44,8 @@ private:
     const bool before_;
 };
 
-// Waits for a notification; may return without one, as condition_variable::wait() may. A process that is linked to
-// wait() itself does not start where libstdc++ is older than GCC 12.
+// Waits for a notification; may return without one, as condition_variable::wait() may. To call wait() itself would need
+// a symbol that libstdc++ has since GCC 12: a library that needs the symbol cannot be loaded with an older libstdc++.
 template <typename Lock>
 void wait_for_notification(std::condition_variable& condition, Lock& lock) {
     condition.wait_for(lock, std::chrono::hours(1));

@@ -3,7 +3,8 @@
 //
 // While no trace is active, a hook costs one load and a branch. While a trace is active, an event takes a slot of 64
 // bytes in the file: the thread takes the next slot by one atomic addition, fills it, and stores its kind last
-// (release). A slot without a kind is unfinished. The kernel keeps the pages of a killed process: only these are lost.
+// (release). A slot without a kind is unfinished. The kernel keeps the pages of the file if the process is killed, so
+// only unfinished slots are lost.
 //
 // When the file is full, further events are counted and dropped. A mapping is never unmapped, because another thread
 // may be about to write to it: when a trace ends, anonymous memory replaces the file at the same addresses. A forked

@@ -66,7 +66,7 @@ struct SharedTensorRef {
 };
 
 // The announcement of a call, in plain fields, so that an error can show both sides when two ranks differ. A change of
-// them raises PROTOCOL in dist_prims/rendezvous/handshake.py.
+// the fields must raise PROTOCOL in dist_prims/rendezvous/handshake.py.
 struct Call {
     std::uint64_t sequence = 0;  // the number of the call, from 1; 0: the first agreement of a new group
     std::uint64_t count = 0;     // elements in all, where the ranks must agree on them

@@ -72,6 +72,8 @@ private:
     std::vector<int> peers_;
 };
 
+// Every rank reports to the first of the ranks, which releases the others when all have reported. Returns the ranks to
+// or from which a message was not complete within the timeout; the group can be made if there are none.
 std::vector<int> call_roll(const std::vector<int>& ranks, int world_rank, int tag, Milliseconds timeout,
                            const WaitHook& wait_hook) {
     const auto deadline = Clock::now() + timeout;

@@ -19,7 +19,7 @@ private:
     std::atomic<int>& waits_;
 };
 
-// A type of so many bytes: as many pieces of the largest length as there are, and the rest.
+// A type of this many bytes: as many pieces of `largest` bytes as fit, and the rest.
 MPI_Datatype make_long_type(std::size_t bytes, std::size_t largest) {
     const int pieces = static_cast<int>(bytes / largest);
     MPI_Datatype piece = MPI_DATATYPE_NULL, head = MPI_DATATYPE_NULL, made = MPI_DATATYPE_NULL;

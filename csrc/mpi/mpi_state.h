@@ -18,8 +18,7 @@ std::mutex& mpi_lock();
 std::string error_text(int code);               // MPI's own
 void check(int code, const std::string& call);  // throws TransportError
 
-// Why no message can start: MPI is not initialised, already finalised, or does not allow threads. Empty if all is
-// well.
+// See MpiLibrary.
 std::string unusable();
 
 // From here on MPI counts as finalised.

@@ -21,7 +21,7 @@ constexpr auto kBetweenHooks = 5ms;
 // scheduler favours a thread that wakes up over one that computes.
 std::atomic<Clock::rep> crowded_until{0};
 
-// The time afterwards.
+// Yields the core, and returns the time afterwards.
 Clock::time_point yield(Clock::time_point now) {
     ::sched_yield();
     const auto after = Clock::now();

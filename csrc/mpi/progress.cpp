@@ -11,7 +11,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr auto kUntilSleep = 10ms;  // without a message; to be woken is not for nothing
+constexpr auto kUntilSleep = 10ms;  // without a message: it takes time to wake a thread
 constexpr auto kLongestNap = 1ms;
 
 int on_finalize(MPI_Comm, int, void*, void*) {

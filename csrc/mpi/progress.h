@@ -1,4 +1,5 @@
-// The pending messages of the process in MPI, and the thread that polls those that no thread waits for.
+// The pending messages of the process in MPI, and the thread that polls the messages that no thread waits for. It
+// sleeps while there are none.
 #pragma once
 
 #include <condition_variable>
@@ -12,8 +13,6 @@
 
 namespace dist_prims::mpi {
 
-// Lists all pending messages of the process, and polls those that no thread waits for, on a thread that sleeps while
-// there are none.
 class Progress {
 public:
     static Progress& instance();

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kEchoes = 6, kBlocks = 3;
 constexpr std::size_t kFirstBlock = 64 << 10, kLargestBlock = 4 << 20;
-// No larger blocks are sent after all blocks have taken this many seconds, and one of them this many times an echo.
+// Blocks grow until all of them together have taken this many seconds, and the last one this many times an echo.
 constexpr double kLongEnough = 20e-3, kLongEnoughInEchoes = 4;
 constexpr double kAlphaUnit = 1e-9, kBetaUnit = 1e-15;
 
@@ -90,8 +90,9 @@ LinkCosts measure_link(RemotePeers& remote, int peer, std::uint64_t network, std
         const std::chrono::duration<double> all = Clock::now() - began;
         if (all.count() > kLongEnough && spent > kLongEnoughInEchoes * echo) break;
     }
-    messages.send(0);
-    const std::size_t last = std::min<std::size_t>(betas.size(), 2);  // the largest blocks are the most precise
+    messages.send(0);  // no further block
+    // The largest blocks are the most precise.
+    const std::size_t last = std::min<std::size_t>(betas.size(), 2);
     return {echo / 2, *std::min_element(betas.end() - static_cast<std::ptrdiff_t>(last), betas.end())};
 }
 

@@ -96,8 +96,8 @@ std::size_t MultiHostGroup::largest_message(const RoundMessage& message) const {
     return message.frames * (sizeof(FrameHeader) + (rounds_.size() == 1 ? kMostData : kSmall));
 }
 
-// Posts the receives of the next agreement, during the current one, whose frames are still read. They use the memory of
-// the agreement before.
+// Posts the receives of the next agreement, during the current one, whose frames are still read. The receives use the
+// memory of the agreement before. gather_frames() sets their timeout, when it waits for them.
 void MultiHostGroup::post_receives() {
     auto receive = next_receives_.begin();
     for (const Round& round : rounds_) {
@@ -215,6 +215,7 @@ MultiHostGroup::LeaderFrames MultiHostGroup::gather_frames(std::chrono::millisec
             }
             // 2. Post the receives of the next agreement, while the messages of this one are in flight.
             if (is_first) post_receives();
+            // 3. Wait for the frames of this round.
             for (const RoundMessage& each : round) {
                 remote.wait(receive->request, timeout, began);
                 append_frames(*receive++->message, each.frames, frames);
@@ -226,7 +227,7 @@ MultiHostGroup::LeaderFrames MultiHostGroup::gather_frames(std::chrono::millisec
         throw;
     }
     outgoing_used_ = 0;
-    // 3. The frame of host 0 becomes the first.
+    // 4. The frame of host 0 becomes the first.
     const auto first = frames.begin();
     std::rotate(first, first + static_cast<std::ptrdiff_t>((hosts - hosts_.mine) % hosts), frames.end());
     return frames;

@@ -65,7 +65,7 @@ std::vector<int> Piggyback::targets(std::size_t host) const {
     return shape_.to_root && !is_root_on(host) ? std::vector<int>{} : std::vector<int>{kEvery};
 }
 
-// The elements of the block from one rank for another.
+// The elements of the block from one rank for another. Callers give source 0 where all sources have the same lengths.
 std::size_t Piggyback::block_count(int source, int target) const {
     const auto& blocks = buffer_.blocks;
     return blocks[blocks.size() == 1 ? 0 : static_cast<std::size_t>(target == kEvery ? source : target)].count;

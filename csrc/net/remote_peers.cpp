@@ -216,7 +216,8 @@ void RemotePeers::check_failures(const RemoteRequest& request) {
     throw_if_exhausted(false, [&] { return text(request, ""); });
     if (tags.is_collective(request.tag)) slow_call_.look(*transport_, membership_);
     if (request.peer != Transport::kAnyone) diagnosis_->answer(request.peer);
-    // A rank of this host has died, or any rank if the message may come from any. Otherwise the transport fails it.
+    // Has a rank of this host died, or any rank if the message may come from any rank? If the rank of a message from
+    // one remote rank dies, the transport fails the message.
     Membership::Notice notice{CommError::Kind::kPeerDied, membership_.dead_rank()};
     if (notice.culprit < 0 && request.peer == Transport::kAnyone) {
         const Transport::FailedPeer failed = transport_->failed_peer();
@@ -230,6 +231,7 @@ void RemotePeers::check_failures(const RemoteRequest& request) {
         if (failure_seen_ == Clock::time_point{}) failure_seen_ = now;
         if (now - failure_seen_ > kMomentToFinish) throw_failure(notice, [&] { return text(request, ""); });
     }
+    // Throw the notice, if there is one. This wait is for no rank of this host.
     membership_.check_failures([](int) { return false; }, [&] { return text(request, ""); });
 }
 
@@ -333,8 +335,9 @@ void RemotePeers::leave() {
     if (!membership_.notice() && !has_left_.exchange(true)) transport_->leave();
 }
 
-// Sends the notice twice to each remote rank. Its thread of TimeoutDiagnosis wakes up at once, but may be busy with
-// other messages. So the notice also goes to the receive that the rank has posted from the beginning.
+// Sends the notice twice to each remote rank. The TimeoutDiagnosis thread of the remote rank wakes up at once, but may
+// be busy with other messages. So the notice also goes to the receive that the remote rank has posted from the
+// beginning.
 void RemotePeers::send_notice() {
     const auto notice = membership_.notice();
     diagnosis_->send_notice(*notice);
@@ -345,7 +348,7 @@ void RemotePeers::send_notice() {
         try {
             const auto* data = reinterpret_cast<const std::byte*>(message.get());
             requests.push_back(transport_->send(other, tags.notice(), data, sizeof(NoticeMessage), message));
-        } catch (const Transport::TransportError&) {  // this rank has gone
+        } catch (const Transport::TransportError&) {  // the other rank has gone
         }
     }
     const auto until = Clock::now() + kTimeToSend;
@@ -367,6 +370,7 @@ std::string RemotePeers::text(const RemoteRequest& request) const {
            (request.outgoing ? "to " : "from ") + peer + tag + ")";
 }
 
+// The request with its timeout, and the reason of the failure unless it is empty.
 std::string RemotePeers::text(const RemoteRequest& request, const std::string& reason) const {
     return text(request) + " within " + std::to_string(request.timeout.count()) + " ms" +
            (reason.empty() ? "" : " (" + reason.substr(0, 200) + ")");

@@ -259,7 +259,8 @@ private:
     }
 
     // Marks the chunks into which a step must not receive a message, because it still needs their contents: it sends
-    // them, they are operands, or they are written otherwise than by a copy of one source. Or removes the marks.
+    // them, they are operands, or they are written otherwise than by a copy of one source. `keep` false: removes these
+    // marks.
     void mark_kept(const RankProgram::Step& step, bool keep) {
         const auto mark = [&](int chunk) { must_keep_[static_cast<std::size_t>(chunk)] = keep; };
         for (const auto& message : step.sends) {
@@ -313,7 +314,7 @@ private:
         return buffer.memory + buffer.offsets[static_cast<std::size_t>(source.index)];
     }
 
-    // Does the writes of a step. Chunks that are contiguous everywhere are written together, in one call of a kernel.
+    // Does the writes of a step. Chunks whose targets and operands are contiguous are written in one call of a kernel.
     void write(const RankProgram::Step& step, const OwnOperands& own) {
         std::optional<WriteRange> range;
         for (const auto& write : step.writes) {
@@ -333,7 +334,8 @@ private:
         if (range) write_range(*range);
     }
 
-    // Whether `next` can be written in one operation with `range`: it is alike, and lies behind it everywhere.
+    // Whether `next` can be written in one operation with `range`: it is the same operation, and its output and all its
+    // operands begin where the output and the operands of `range` end.
     static bool follows(const WriteRange& range, const WriteRange& next) {
         if (next.out != range.out + range.bytes || next.operands.size() != range.operands.size() ||
             next.write->copy != range.write->copy || next.write->terms != range.write->terms)

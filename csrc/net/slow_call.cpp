@@ -62,7 +62,8 @@ void SlowCall::look(Transport& transport, const Membership& membership) {
     if (is_over_) return;
     const auto now = Clock::now();
     if (now < next_look_) return;
-    // 1. The first look only reads what has been delivered. A short call has none: it takes a system call a connection.
+    // 1. The first look only reads what has been delivered. It takes a system call a connection: short calls end
+    // earlier.
     if (!before_) {
         next_look_ = std::max<Clock::time_point>(began_ + timeout_ / 10, now + kFirstReport);
         before_ = transport.delivered();

@@ -26,7 +26,7 @@ namespace dist_prims {
 class Tags {
 public:
     static constexpr std::uint64_t kSegments = 1020;
-    static constexpr std::uint64_t kNumbers = kSegments << 50;  // of segments
+    static constexpr std::uint64_t kNumbers = kSegments << 50;  // the numbers of segments are below it
 
     explicit Tags(int largest) : first_(largest - kReserved + 1) {
         if (first_ <= 0)
@@ -37,19 +37,19 @@ public:
 
     int largest_of_users() const { return first_ - 1; }
     int notice() const { return first_; }
-    int unused() const { return first_ + 1; }  // nothing is ever sent under it
+    int unused() const { return first_ + 1; }  // of a message that no rank sends: see RemotePeers::end()
     int diagnosis() const { return first_ + 2; }
     int agreement() const { return first_ + 3; }
     int barrier() const { return first_ + 4; }
     bool is_agreement(int tag) const { return tag == agreement(); }
     // Whether the tag belongs to a collective, rather than to a message of a user or a monitored barrier.
     bool is_collective(int tag) const { return tag == agreement() || tag > barrier(); }
-    // Whether the tag is one of those that tell of failures.
+    // Whether messages with the tag report failures.
     bool is_control(int tag) const { return tag >= notice() && tag <= diagnosis(); }
     // The number of the segment after `number`. Numbers begin again at a multiple of kSegments, so that the tags stay
     // in turn, and below the flags of PointToPoint's tags, with which a number shares a word on one host.
     static std::uint64_t segment_after(std::uint64_t number) { return number + 1 == kNumbers ? 0 : number + 1; }
-    // `number` of the segment; all ranks count alike.
+    // The tag of the segment with this number. All ranks number the segments alike.
     int data(std::uint64_t number) const { return first_ + kSingle + static_cast<int>(number % kSegments); }
 
 private:

@@ -94,8 +94,9 @@ bool TimeoutDiagnosis::add_remark(const Remark& remark) {
     return true;
 }
 
-// Under the lock. If data between two ranks is not answered, forwards the remarks of each to the other: this remark, if
-// it is of one of them, or all their remarks, if this one says that data is not answered.
+// Under the lock. Two ranks between which data is not answered may not receive each other's remarks, so other ranks
+// forward these: all remarks of the two if `remark` reports such a pair, or `remark` if its rank belongs to a known
+// pair.
 void TimeoutDiagnosis::forward(const Remark& remark) {
     const auto forward_between = [&](int from, int to) {
         for (const auto kind : {kUnanswered, kWaits}) {  // in this order: see announce()
@@ -157,7 +158,7 @@ Membership::Notice TimeoutDiagnosis::diagnose(int awaited, const std::function<b
     announce(awaited);
     const auto until = Clock::now() + kLongestReplyTime;
     int looks = 0;  // on a busy machine a look takes longer, as replies do
-    const auto all_have_replied = [this] { return awaits_.size() > others_.size(); };
+    const auto all_have_replied = [this] { return awaits_.size() > others_.size(); };  // awaits_ has this rank, too
     for (bool done = false; !done;) {
         // stops() is called without the lock: it may run a signal handler, which may end the group.
         done = stops() || looks >= kLooks || Clock::now() >= until;

@@ -1,5 +1,4 @@
-// Timeout diagnosis: which rank is late when a wait for another host times out. The RemotePeers
-// of each rank has one.
+// Timeout diagnosis: which rank is late when a wait for another host times out. The RemotePeers of each rank has one.
 //
 // A rank that times out knows only which peer it was waiting for, and that peer may itself be blocked. It therefore
 // sends a remark to all ranks: its wait-for edge. Every other blocked rank replies to all with a remark of its own. The
@@ -11,8 +10,8 @@
 //
 // No rank is late if the link between two hosts drops packets, and the link is then said to be cut. Each rank therefore
 // also reports the ranks whose hosts do not answer what it has sent. A link is cut if both ranks reply, and one of them
-// reports that the host of the other does not answer. These two ranks
-// cannot reach each other, so the other ranks forward their remarks.
+// reports that the host of the other does not answer. These two ranks cannot reach each other, so the other ranks
+// forward their remarks.
 #pragma once
 
 #include <atomic>

@@ -66,7 +66,8 @@ public:
     virtual Handle receive(int from, int tag, std::byte* data, std::size_t bytes, Owner owner = nullptr) = 0;
     // Whether there is receive_from_any(). A transport without it carries all messages of users, also within a host.
     virtual bool has_claims() const { return true; }
-    // A receive from any rank that is posted in another place as well.
+    // A receive from any rank, which the caller also posts in shared memory. Both have this claim: see
+    // ../common/claim.h.
     virtual Handle receive_from_any(int /*tag*/, std::byte* /*data*/, std::size_t /*bytes*/, Owner, const ClaimPtr&) {
         throw std::logic_error("this transport has no receives with a claim");
     }
@@ -77,8 +78,8 @@ public:
         bool is_unreachable = false;
     };
     virtual FailedPeer failed_peer() { return {}; }
-    // The ranks of whose hosts no answer has come to bytes that this rank has sent, although they were sent again. The
-    // host of a rank that does not read answers.
+    // The ranks whose hosts have not answered bytes that this rank has sent several times. The host of a rank that does
+    // not read still answers, so such a rank is not listed.
     virtual std::vector<int> unanswering() { return {}; }
     // What the connection to a rank has delivered so far: the bytes of which its kernel has acknowledged the receipt,
     // and the time in which there were bytes to deliver, and room for them at the rank.
@@ -89,7 +90,7 @@ public:
     // By rank; empty where the transport cannot tell.
     virtual std::map<int, Delivered> delivered() { return {}; }
     // Why this rank could not open a connection for a message, or has been unable to accept connections for a while;
-    // empty if neither holds. `now`: or is unable to accept them at the moment.
+    // empty if neither holds. `now`: also if this rank is unable to accept connections only at the moment.
     virtual std::string refusal(bool /*now*/) { return ""; }
     // This rank is about to leave the group, and sends no more than notices. Called once.
     virtual void leave() {}

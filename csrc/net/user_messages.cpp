@@ -76,7 +76,7 @@ void UserMessages::receive_from_any(int tag, const Memory& memory, Milliseconds 
     if (request->state == State::kOpen) request->remote = std::move(remote);
 }
 
-// Called after the request has been posted, and may be over already.
+// Called when the request has been posted. The request may be over already.
 UserMessages::Handle UserMessages::start(const Handle& request) {
     if (const auto remote = remote_of(request); remote && RemotePeers::is_done(remote)) {
         request->is_awaited = true;  // no other thread knows it

@@ -50,7 +50,7 @@ public:
     // The sender of a message that has come.
     int source(const Request& request) const;
 
-    // Ends all requests, now and later, with this reason. Any thread may call it, any number of times.
+    // Ends all requests with this reason, and refuses later ones. Any thread may call it, any number of times.
     void close(std::exception_ptr reason);
 
 private:

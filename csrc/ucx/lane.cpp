@@ -212,7 +212,7 @@ void Lane::on_sent(void* request, ucs_status_t status, void* user_data) {
 
 void Lane::on_received(void* request, ucs_status_t status, const ucp_tag_recv_info_t* info, void* user_data) {
     auto& message = *static_cast<Message*>(user_data);
-    const ucp_tag_recv_info_t received = *info;  // a part of the request
+    const ucp_tag_recv_info_t received = *info;  // `info` is a part of the request
     calls()->request_free(request);
     message.lane->end_message(message, status, received);
 }

@@ -61,8 +61,7 @@ public:
     void on_gone(int peer, const Failure& failure);
     // Gives the network what has been sent, for a limited time.
     void leave();
-    // Fails all messages, also future ones. What has been sent is given to the network first, for a limited
-    // time.
+    // Fails all messages, also future ones. What has been sent is given to the network first, for a limited time.
     void close(const std::string& reason);
 
     // Moves messages without waiting. Returns true if nothing is left to do now, and descriptor() will become readable
@@ -73,7 +72,7 @@ public:
     std::chrono::milliseconds longest_sleep();
     // Whether many bytes are to be sent or received.
     bool is_loaded();
-    // Whether no thread waits, and none has since `waits`, the number of waits so far, which is brought up to date.
+    // Whether no thread waits, and none has waited since `waits`, the number of waits so far, which is updated.
     bool is_idle_since(std::uint64_t& waits);
 
 private:

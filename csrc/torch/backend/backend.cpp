@@ -169,7 +169,7 @@ WorkPtr PrimsBackend::run_or_enqueue(std::vector<CollectiveCall> calls, const Ca
         flight_recorder_.add(flight_record_entry(first, options, sequence), taken_queue != nullptr);
     // 2. A synchronous call on an idle queue runs on this thread.
     if (taken_queue) {
-        std::optional<at::RecordFunction> range;  // an idle one costs more than the test for a profiler
+        std::optional<at::RecordFunction> range;  // even an unused one costs more than this test
         if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) [[unlikely]] {
             range.emplace(std::move(*callbacks));
             const std::vector<c10::IValue> inputs(outputs.begin(), outputs.end());

@@ -61,7 +61,7 @@ public:
         for (int peer = rank_ == 0 ? 1 : 0; peer < (rank_ == 0 ? size_ : 1); ++peer) {
             if (late.empty() || wait_all_ranks) receive_from(peer);
         }
-        // 2. Rank 0 names the late ranks, or releases all others.
+        // 2. Name the late ranks; on ranks other than 0 this is rank 0. If no rank is late, rank 0 releases the others.
         if (!late.empty()) give_up_monitored_barrier(late, limit);
         for (int peer = 1; rank_ == 0 && peer < size_; ++peer) send_to(peer);
     }
@@ -130,6 +130,7 @@ private:
         waiting.published.set(waits.front());
         while (!membership.is_final(waiting.diagnosis, waits, limit)) {
             std::this_thread::sleep_for(kBetweenDiagnoses);
+            // Throw if the group has ended; is_final() looks after the late ranks.
             membership.check_failures([](int) { return false; }, [] { return std::string("monitored_barrier"); });
         }
         membership.throw_timeout(c10::str(limit.count(), " ms in monitored_barrier: Rank ", rank_,

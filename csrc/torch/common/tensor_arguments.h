@@ -62,8 +62,8 @@ bool outputs_overlap(const Tensors& inputs, const Tensors& outputs);
 // What the ranks agree on for a collective of `count` elements of the type of `like`.
 Call announced_call(Collective collective, const at::Tensor& like, std::size_t count);
 
-// `what` is the operation in errors, here and below. What this rank adds to the sum of PREMUL_SUM: the tensor times the
-// factor of this rank, in the tensor's type. Returns the tensor itself for any other reduction.
+// Returns what this rank adds to the sum of PREMUL_SUM: the tensor times the factor of this rank, in the tensor's type;
+// for any other reduction the tensor itself. `what` is the operation in errors, here and below.
 at::Tensor premultiplied(const char* what, const at::Tensor& tensor, const c10d::ReduceOp& op);
 
 // Returns the blocks of a tensor for `size` ranks, as views: of equal lengths, or with splits[rank] rows each.
