@@ -173,9 +173,10 @@ class _Bench:
 def _repeat_step(size: int, src: Ints | list[int], dst: Ints | list[int], steps: int, reduce: bool = False) -> Schedule:
     """A schedule of ``size`` ranks in which src[i] sends its chunk to dst[i] in each of ``steps`` steps, where dst[i]
     adds it if ``reduce``, or else stores it in a spare chunk. Its result has no meaning."""
-    nth = [list(dst[:number]).count(to) for number, to in enumerate(dst)]  # a rank with several senders: a chunk each
-    into = np.zeros(len(dst), np.int64) if reduce else 1 + np.array(nth, np.int64)
-    scratch = 1 + max(nth, default=0)
+    # A rank with several senders has a spare chunk for each: how many earlier senders have the same receiver?
+    earlier_senders = [list(dst[:number]).count(to) for number, to in enumerate(dst)]
+    into = np.zeros(len(dst), np.int64) if reduce else 1 + np.array(earlier_senders, np.int64)
+    scratch = 1 + max(earlier_senders, default=0)
 
     def make() -> Iterator[Step]:
         for _ in range(steps):

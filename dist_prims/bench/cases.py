@@ -55,7 +55,7 @@ class Case:
 
     shape: Callable[[int, int], tuple[int, int]]  # (elements, ranks) to elements of input and output
     call: Call  # of dist_prims, with the arguments of its collectives
-    own: Call  # of a group's own backend, with ``group``
+    own: Call  # of torch.distributed, on the backend of the group that its argument ``group`` names
     wrong: Callable[[Buffers, int], int]  # (buffers, round) to the number of wrong elements on this rank
     # ranks to the factor from data per second to bytes per second on a link, see nccl-tests
     bus: Callable[[int], float]

@@ -23,7 +23,7 @@ from .cases import Buffers, Case, case_of, contenders
 
 __all__: list[str] = []
 
-_SMALL, _CALLS_IN_A_ROW = 64 * 1024, 50  # up to so many bytes, so many calls
+_SMALL, _CALLS_IN_A_ROW = 64 * 1024, 50  # a run of data of up to _SMALL bytes makes this many calls
 _LEAST_TICKS = 20  # of all cores: fewer are too coarse
 
 
@@ -33,14 +33,14 @@ class Line:
 
     collective: str
     contender: str
-    nbytes: int  # of the larger buffer of a rank, and its elements
-    count: int
+    nbytes: int  # of the larger buffer of a rank
+    count: int  # the elements of that buffer
     dtype: str
     op: str
     seconds: list[float] = field(default_factory=list)  # of one call, by iteration
     wrong: int = 0  # elements, on all ranks and in all iterations
     ratio: float = 1.0  # its time divided by the time of the group's own collective
-    busy: float | None = None  # of the time of all cores, the part in which they worked; None for short runs
+    busy: float | None = None  # the part of the time of all cores in which they worked; None for short runs
 
     @property
     def median(self) -> float:
@@ -116,7 +116,7 @@ def measure(
     for line, own in zip(lines, ticks, strict=True):
         passed = sum(each.passed for each in own)
         line.busy = sum(each.working for each in own) / passed if passed >= _LEAST_TICKS else None
-    _share(lines)
+    _combine_ranks(lines)
     return lines
 
 
@@ -167,7 +167,7 @@ class _Run:
         return seconds, Ticks.since_the_start().since(before)
 
 
-def _share(lines: list[Line]) -> None:
+def _combine_ranks(lines: list[Line]) -> None:
     """Combine the lines of all ranks: the slowest rank's times, the sum of the wrong elements, the busiest host."""
     times = torch.tensor([line.seconds for line in lines], dtype=torch.float64)
     wrong = torch.tensor([line.wrong for line in lines])

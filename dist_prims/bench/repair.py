@@ -44,7 +44,7 @@ __all__: list[str] = []
 
 _BEFORE = 20  # collectives before the death
 _TIMEOUT = 100.0  # seconds of a round
-_NAMES = "error", "shrink has returned", "next all_reduce"
+_MOMENTS = "error", "shrink has returned", "next all_reduce"  # until which the time from the death is measured
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _run_rank(round: _Round, rank: int, processes: _Processes, reports: Connecti
 
 
 def _measure(round: _Round, rank: int, processes: _Processes) -> list[float]:
-    """The times of one rank, from the death: to the error, to the end of ``shrink`` and to the next sum."""
+    """The times of one rank from the death to each of the ``_MOMENTS``, in milliseconds."""
     # 1. Make the group, and do some collectives.
     torch.set_num_threads(1)
     os.environ[VARIABLE] = processes.secret
@@ -211,6 +211,6 @@ def _time_of_error(tensor: torch.Tensor) -> float:
 
 def _print(title: str, rounds: list[list[float]]) -> None:
     print(f"# {title}: milliseconds after SIGKILL")
-    for name, times in zip(_NAMES, zip(*rounds, strict=True), strict=True):
+    for name, times in zip(_MOMENTS, zip(*rounds, strict=True), strict=True):
         ordered = sorted(times)
         print(f"{name:20} median {statistics.median(ordered):7.1f}   least {ordered[0]:7.1f}   most {ordered[-1]:7.1f}")

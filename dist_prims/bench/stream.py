@@ -56,7 +56,7 @@ class Stream:
 
     position: int | None = None  # the number of the host; None: this rank is not its first
     to_next: socket.socket | None = None
-    from_last: socket.socket | None = None
+    from_previous: socket.socket | None = None
     buffers: tuple[bytearray, bytearray] = (bytearray(), bytearray())
     timeout: float = 0.0
 
@@ -75,30 +75,30 @@ class Stream:
             position = firsts.index(rank)
             after = addresses[firsts[(position + 1) % len(firsts)]]
             to_next = sockets.enter_context(socket.create_connection(after, timeout))
-            from_last = sockets.enter_context(listening.accept()[0])
-            for each in (to_next, from_last):
-                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                each.setblocking(False)
+            from_previous = sockets.enter_context(listening.accept()[0])
+            for connection in (to_next, from_previous):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.setblocking(False)
             buffers = bytearray(b"\1" * most), bytearray(b"\1" * most)  # memory that is in use already
-            yield cls(position, to_next, from_last, buffers, timeout)
+            yield cls(position, to_next, from_previous, buffers, timeout)
 
     def carry(self, nbytes: int, one_way: bool) -> None:
         """Send ``nbytes``: if ``one_way`` from the first host to the second, otherwise from every host to the next."""
-        if self.to_next is None or self.from_last is None:
+        if self.to_next is None or self.from_previous is None:
             return
         outgoing, incoming = (memoryview(each)[:nbytes] for each in self.buffers)
         if one_way:
             outgoing, incoming = outgoing[: nbytes * (self.position == 0)], incoming[: nbytes * (self.position == 1)]
         while outgoing or incoming:
             readable, writable, _ = select.select(
-                [self.from_last] if incoming else [], [self.to_next] if outgoing else [], [], self.timeout
+                [self.from_previous] if incoming else [], [self.to_next] if outgoing else [], [], self.timeout
             )
             if not readable and not writable:
                 raise TimeoutError(f"the stream between hosts has stopped for {self.timeout} s")
             if writable:
                 outgoing = outgoing[self.to_next.send(outgoing) :]
             if readable:
-                count = self.from_last.recv_into(incoming)
+                count = self.from_previous.recv_into(incoming)
                 if count == 0:
                     raise ConnectionError("the first rank of the host before this one has closed its connection")
                 incoming = incoming[count:]

@@ -34,7 +34,7 @@ all ranks raise MismatchError before any data is touched. The exception is a cal
 not compare the calls, and may hang or end the process. An invalid argument is an error on its rank before anything is
 sent.
 
-Additions of half types are done in float32 and rounded once a step. Non-contiguous tensors are copied.
+Additions of half types are done in float32 and rounded once per step. Non-contiguous tensors are copied.
 """
 
 from ..errors import MismatchError

@@ -40,7 +40,7 @@ class CallOptions:
 
 
 def group_of(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:
-    """Return the group to use; ValueError if there is none, or if this process is not a member. ``what`` begins it."""
+    """Return the group to use; ValueError if there is none, or this process is not in it. ``what`` begins the error."""
     if not dist.is_initialized():
         raise ValueError(f"{what}: this process is in no group; call dist_prims.init() first")
     members = dist.group.WORLD if group is None else group

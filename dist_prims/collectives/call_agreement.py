@@ -27,7 +27,7 @@ from .channel import Channel, Pending, Transfer
 
 __all__: list[str] = []
 
-_LAYOUT = struct.Struct("<q16s16s16sqqq40s64s8s")
+_LAYOUT = struct.Struct("<q16s16s16sqqq40s64s8s")  # the fields of CallHeader
 _SLOT = struct.Struct(f"<q{_LAYOUT.size}s")
 NO_RANK = -1
 _RADIX = 4  # of the dissemination: on busy cores a round costs more than a message
@@ -109,7 +109,8 @@ def agree_on_call(channel: Channel, group: dist.ProcessGroup, header: CallHeader
     while distance < size:
         hops = [hop * distance for hop in range(1, _RADIX) if hop * distance < size]
         sent = _encode(known).to(device)
-        received = [sent.clone() for _ in hops]  # as torch's backend "fake" transfers nothing, its ranks then agree
+        # Not empty: torch's backend "fake" transfers nothing, so each of its ranks must find its own header here.
+        received = [sent.clone() for _ in hops]
         outgoing, incoming = channel.start(
             [Transfer((rank + hop) % size, sent) for hop in hops],
             [Transfer((rank - hop) % size, data) for hop, data in zip(hops, received, strict=True)],

@@ -55,7 +55,7 @@ class ChunkSlice:
 class ReceiveBuffer:
     """The memory of a received message: as a whole, the part of each chunk, and whether it is scratch memory.
 
-    It stops to be ``scratch`` when a chunk keeps it: the next step must not reuse it.
+    It stops being ``scratch`` when it becomes the memory of a chunk: the next step must not reuse it.
     """
 
     whole: torch.Tensor

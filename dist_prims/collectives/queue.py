@@ -59,8 +59,8 @@ class Work(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the result and return True; raise the error of the collective.
 
-        After the ``timeout`` raise TimeoutError, which does not end the collective. The default, as zero in torch, is
-        the timeout of the group.
+        After the ``timeout`` raise TimeoutError, which does not end the collective. Without one, or with zero as in
+        torch, the wait ends with the collective, by the timeout of the group at the latest.
         """
         if self._inner is not None and not timeout:  # a timeout of the backend's own wait would end the group
             self._inner.wait()
@@ -128,7 +128,7 @@ class CollectiveQueue:
         try:
             with self._turn:
                 self._turn.wait_for(lambda: self._done == number - 1)
-        except BaseException:  # of a signal handler: another thread takes the turn of this call, for the later calls
+        except BaseException:  # a signal handler has raised: a thread takes this call's turn, so that later calls run
             start_thread("turn", self._run_in_order, number, lambda _: None)
             raise
         try:

@@ -1,6 +1,6 @@
 """Reductions of flat tensors: ``op`` applied to two operands, and to a fold of several operands.
 
-A *fold* reduces several operands in their order. Half types are added in float32 and rounded once a fold, so that the
+A *fold* reduces several operands in their order. Half types are added in float32 and rounded once per fold, so that the
 order of additions of a schedule (``order()``) determines the rounding completely. A mean is divided within the last
 fold, before the result is rounded. Half types do not overflow in the earlier folds, which are scaled
 (``schedules.order.scales``). The mean of integers is their sum, which wraps as SUM does, divided and truncated towards

@@ -85,7 +85,7 @@ class _NewRank:
 
     host: str  # its host_id()
     network: str  # the number of its network namespace
-    version: str = EARLIER_VERSION  # of the library, and of those that announce no version
+    version: str = EARLIER_VERSION  # of its library; the default stands for a library that announces no version
 
 
 def grow(at: str | dist.Store, *, timeout: float = 30.0) -> dist.ProcessGroup:
@@ -113,8 +113,8 @@ def grow(at: str | dist.Store, *, timeout: float = 30.0) -> dist.ProcessGroup:
     rank 2 of 3 has 3.0
     <BLANKLINE>
 
-    Where the ranks have a secret (``docs/security.md``), a new rank needs the same: one that the user provides, or, if
-    ``at`` is at the loopback interface, the one of this user; not the one of spawn or MPI.
+    Where the ranks have a secret (``docs/security.md``), a new rank needs the same secret. It can be a secret that the
+    user provides or, if ``at`` is at the loopback interface, the secret of this user, but not a secret of spawn or MPI.
 
     A group on one host refuses a new rank of another host, with a warning, if that rank cannot reach the others or
     would cost them the secret of their launcher (``docs/repair.md``).
@@ -193,7 +193,7 @@ def _admit(
     """
     backend = repairable_backend(old, "grow")
     rank, size, name = backend.rank(), backend.size(), next_name(backend.options.group_name)
-    made = made_group(backend.options.group_name)
+    old_made_group = made_group(backend.options.group_name)
 
     def publish_admissions(address: str) -> None:  # on rank 0, which serves the store of the new group
         assert meeting is not None
@@ -201,29 +201,29 @@ def _admit(
         for number, token in enumerate(tokens):
             admission = _Admission(
                 store=address,
-                prefix=store_prefix(made.attempt, agreement, 0),
+                prefix=store_prefix(old_made_group.attempt, agreement, 0),
                 name=name,
                 kind=backend_name(old),
                 rank=size + number,
                 size=size + len(tokens),
                 timeout=timeout_of(old, torch.device("cpu")).total_seconds(),
                 limit=limit,
-                traits=made.request.heritage.value,
-                options=_given_options(made.request.given),
+                traits=old_made_group.request.heritage.value,
+                options=_given_options(old_made_group.request.given),
             )
             meeting.set(f"admitted/{token}", signed(secret, ("admitted", token), json.dumps(vars(admission))))
 
     attempt = RepairAttempt(backend, name, limit, agreement, len(tokens), is_remote, serving=publish_admissions)
-    made.undecided_grow = agreement  # remains if run() raises: shrink() prevents that group
+    old_made_group.undecided_grow = agreement  # remains if run() raises: shrink() prevents that group
     if not attempt.run(make_together(rank, 0, tuple(range(size)))):
-        made.undecided_grow = ""
-        made.failed_grows += 1
+        old_made_group.undecided_grow = ""
+        old_made_group.failed_grows += 1
         if rank == 0 and _has_failed_too_often(backend):
             warn(f"new ranks have failed {_MOST_FAILURES} times to join; this group admits no more")
         return old  # the new ranks find no outcome, and announce themselves again
     if rank == 0:
         attempt.store.set(_OUTCOME, MADE)
-        if made.key and not made_group(name).key:
+        if old_made_group.key and not made_group(name).key:
             warn(f"the new ranks are on another host, and the ranks are no longer authenticated; {REMEDY}")
     return replace_group(old, attempt.backend, attempt.store, range(size), name)
 

@@ -13,9 +13,9 @@ from ..rendezvous.served import answers
 
 __all__: list[str] = []
 
-_INTERVAL = 0.1  # seconds between probes, or twice the time of the last one
+_INTERVAL = 0.1  # seconds between probes; more if the last probe took more than half of it
 _PROBE_TIME = 0.1  # seconds in which a host must answer
-_TIME_IN_DOUBT = 0.5  # the same, if a host did not answer the last probe
+_TIME_IN_DOUBT = 0.5  # seconds in which a host must answer if a host did not answer the last probe
 _CLOSED_PORT = 1  # which the kernel of a host refuses, even if its processes are stopped
 
 

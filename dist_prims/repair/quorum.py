@@ -72,9 +72,9 @@ Steps = Generator[CompareAndSet, "str | None", Any]  # yields requests, and rece
 
 
 def propose(key: str, value: str, rank: int, ranks: int, acceptors: int) -> Steps:
-    """Propose a value for a decision. Return what is decided, which is ``value`` if nothing was. Raise NoMajorityError.
+    """Propose a value for a decision. Return the decision, which another proposal may have made; raise NoMajorityError.
 
-    ``ranks`` and ``acceptors`` are their numbers.
+    ``ranks`` and ``acceptors``: how many there are.
     """
     majority = acceptors // 2 + 1
     ballot = ranks + rank  # the remainder by ``ranks`` is the rank, so no two ranks have the same ballot

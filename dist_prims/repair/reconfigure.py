@@ -1,6 +1,6 @@
 """``reconfigure`` of torch 2.15 and later: the program gives a group other members, and the group object remains.
 
-torch 2.15 has no public function for it yet, but ``torch.distributed._reconfigure`` and two others:
+torch 2.15 has only private functions for it, such as ``torch.distributed._reconfigure``. A program uses them so:
 
 1. Each future member gets its *handle*, a string that names its process, and the program sends it to all members.
 2. Each member calls reconfigure with the handles of all members and a uuid, the number of this call. The ranks have the

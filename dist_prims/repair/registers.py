@@ -36,8 +36,8 @@ class SharedRegisters:
     """The registers of one agreement, in the shared memory of a group on one host.
 
     An entry of the log has a rank, and a text that is JSON: ``[agreement, record]``, or ``[agreement, key, value]`` for
-    a proposal. The log has an order, and the same for all ranks: the last record of a rank counts, and the first value
-    of a key. ``backend``: of the group, which may have ended.
+    a proposal. All ranks read the entries in the same order. The last record of a rank counts, and the first value of a
+    key. ``backend``: of the group, which may have ended.
     """
 
     def __init__(self, backend: Any, agreement: str) -> None:

@@ -87,13 +87,13 @@ class RepairAttempt:
         self._is_default = find_made_group(default_group()) is self._old_group
         self._rank: int = backend.rank()
         self._spans_hosts: bool = backend.spans_hosts
-        self._serves_hosts = self._spans_hosts or is_remote
-        # What its error says: ranks that are dead, lost or late, and links that do not deliver.
+        self._is_on_several_hosts = self._spans_hosts or is_remote  # the old group, or the new one
+        # What the error of the old group says: ranks that are dead, lost or late, and links that do not deliver.
         self._named_ranks = frozenset(backend.named_ranks()) - {self._rank}
         self._cut_links = frozenset((min(link), max(link)) for link in backend.cut_links())
         hosts = self._old_group.hosts
         self._faulty_hosts = {hosts[rank] for rank in self._named_ranks.union(*self._cut_links)} - {hosts[self._rank]}
-        # What this rank has found out since then.
+        # What this rank has found out since the error.
         self._registers = self._open_registers()
         self._began = time.monotonic()
         self._last_request: Request | None = None
@@ -230,8 +230,8 @@ class RepairAttempt:
         )
 
     def _by_majority(self, use_registers: Callable[[], T]) -> T:
-        """Call ``use_registers``, again while it raises NoMajorityError. That error is raised after a time, because
-        servers that do not answer may only be paused; or at once when a majority of their processes has ended."""
+        """Call ``use_registers``, and call it again while it raises NoMajorityError, because servers that do not answer
+        may only be paused. Give up after a time, or at once when a majority of the servers' processes has ended."""
         deadline = time.monotonic() + min(self._timeout, _TIME_FOR_MAJORITY)
         servers = quorum_ranks(self._old_group.hosts) if self._spans_hosts else []
         while True:
@@ -260,7 +260,7 @@ class RepairAttempt:
             return ""
 
     def _own_address(self) -> str:
-        if not self._serves_hosts:
+        if not self._is_on_several_hosts:
             return LOOPBACK
         addresses = self._old_group.addresses  # which the ranks of all other hosts have reached; none on one host
         return split_address(addresses[self._rank])[0] if addresses else own_address()

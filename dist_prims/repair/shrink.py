@@ -50,7 +50,7 @@ def shrink(group: dist.ProcessGroup | None = None, *, timeout: float | None = No
     - 0.3 s if the error of the group names it as late;
     - a second if it is on the host of such a rank, and the host does not answer.
 
-    Of two hosts whose link does not deliver one is left out. A rank that has been left out raises
+    If the link between two hosts does not deliver, one of the two hosts is left out. A rank that is left out raises
     :class:`LeftOutError`. If further ranks die meanwhile, the others agree again.
 
     Between hosts a majority of up to five ranks must be left, at first the first rank of each host; ranks on the
@@ -78,7 +78,7 @@ def shrink_backend(backend: Any, excluded: Collection[int]) -> Any:
 def _repair(
     backend: Any, limit: float, excluded: frozenset[int] = frozenset()
 ) -> tuple[RepairAttempt, tuple[int, ...]]:
-    """Make the group of the survivors that are not excluded. Return the attempt, which has it, and the members.
+    """Make the group of the survivors that are not excluded. Return the attempt, which has the group, and the members.
 
     ``limit``: the longest time in seconds in which nothing changes.
     """
@@ -106,7 +106,7 @@ def next_name(name: str) -> str:
 
 def repairable_backend(group: dist.ProcessGroup, operation: str) -> Any:
     """Return the backend of a group for a repair; TypeError if the group has other backends as well."""
-    if {name.rpartition(":")[2] for name in backend_name(group).split(",")} != {NAME}:  # it may name them by device
+    if {name.rpartition(":")[2] for name in backend_name(group).split(",")} != {NAME}:  # a name may begin with a device
         raise TypeError(
             f"{operation}: the group has the backend {dist.get_backend_config(group)}; only groups of the backend "
             f"{NAME} alone can be repaired"

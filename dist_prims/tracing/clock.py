@@ -36,7 +36,7 @@ _REQUESTS = 16  # of a measurement
 _ANSWER_TIME = 0.2  # seconds
 _TIME_TO_PUBLISH = 60.0  # seconds in which rank 0 must have begun its trace
 _INTERVALS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)  # seconds between measurements; the last one repeats
-_TIME_TO_END = 2.0
+_TIME_TO_END = 2.0  # seconds for the thread
 _WAKE = b"end"
 
 _group: tuple[weakref.ref[Any], int] | None = None  # the store of a group, and the rank of this process in the group
@@ -77,7 +77,7 @@ class ClockServer:
     without the token are not answered."""
 
     def __init__(self, store: Any, key: str) -> None:
-        from ..rendezvous.network import addresses  # as in _server_socket()
+        from ..rendezvous.network import addresses  # here for the reason in _server_socket()
 
         self._token = secrets.token_bytes(16)
         self._socket = _server_socket()
@@ -199,7 +199,7 @@ class ClockClient:
 
 
 def _server_socket() -> socket.socket:
-    from ..rendezvous.network import at_free_port  # fcntl exists on POSIX systems only, and traces are read everywhere
+    from ..rendezvous.network import at_free_port  # it imports fcntl, for POSIX only, and traces are read everywhere
 
     if socket.has_dualstack_ipv6():
         server = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)

@@ -54,7 +54,7 @@ def _predict(
 
 def _schedule(collective: str, algorithm: str, hosts: tuple[int, ...], root: int | None) -> Schedule:
     """The schedule of a name such as ``ring`` or ``tree(degree=2)``. The backend also writes ``tree(2)``: a value
-    without a name is that of the next parameter in the order of the alphabet."""
+    without a name belongs to the next parameter in alphabetical order."""
     base, _, text = without_fingerprint(algorithm).partition("(")
     known = lookup(collective, base).parameters
     parameters: dict[str, Any] = {} if root is None else {"root": root}

@@ -16,16 +16,16 @@ _VARIABLE = "DIST_PRIMS_TRACE"
 _EXIT_PRIORITY = -100  # after the finalizers of the program
 
 _of_environment: recorder.TraceRecorder | None = None
-_process_of_environment = 0  # that has looked at the variable
+_process_of_environment = 0  # the process that has looked at the variable; a forked child has another id
 
 
 @contextmanager
 def trace(path: Path | str, *, events: int = recorder.EVENTS) -> Iterator[None]:
     """Record the communication of this process in the folder ``path`` until the block ends, also by an exception.
 
-    Every rank calls it; it is no collective. A file of ``path`` has space for ``events`` events of C++, of 64 bytes
-    each, and a quarter as many of Python; further ones are counted and dropped. If another trace is active, it pauses:
-    the innermost one records. ``python -m dist_prims trace report PATH`` prints where the time went.
+    Every rank calls it, but it is not a collective. A file of ``path`` has space for ``events`` events of C++, of 64
+    bytes each, and a quarter as many of Python; further ones are counted and dropped. If another trace is active, it
+    pauses: the innermost one records. ``python -m dist_prims trace report PATH`` prints where the time went.
 
     >>> import tempfile, torch, dist_prims
     >>> from dist_prims.tracing.reader import read
