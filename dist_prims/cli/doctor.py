@@ -43,20 +43,20 @@ def report() -> str:
 
 def _launch() -> Iterator[Fact]:
     try:
-        found = detect()
+        launcher = detect()
     except ValueError as error:
         yield "launcher", f"unclear: {error}"
-        found = Launcher("python", 0, 1)
+        launcher = Launcher("python", 0, 1)
     else:
-        evidence = f" ({', '.join(found.evidence)})" if found.evidence else " (no launcher: a group of one, or spawn)"
-        yield "launcher", found.name + evidence
-    yield "rank", f"{found.rank} of {found.size or 'a number that only MPI can report'}"
+        evidence = ", ".join(launcher.evidence) or "no launcher: a group of one, or spawn"
+        yield "launcher", f"{launcher.name} ({evidence})"
+    yield "rank", f"{launcher.rank} of {launcher.size or 'a number that only MPI can report'}"
     yield "host", host_id()
-    yield "hosts", _hosts(found)
-    yield "authentication", _authentication(found)
+    yield "hosts", _hosts(launcher)
+    yield "authentication", _authentication(launcher)
 
 
-def _authentication(found: Launcher) -> str:
+def _authentication(launcher: Launcher) -> str:
     """By which secret the ranks will authenticate each other."""
     try:
         provided = secret.provided_by_user()
@@ -64,26 +64,26 @@ def _authentication(found: Launcher) -> str:
         return f"fails: {error}"
     if provided:
         return f"by {provided.source}"
-    if found.size == 1:
+    if launcher.size == 1:
         return "one rank needs none; spawn provides a secret"
-    if found.medium:
-        return f"by a secret that rank 0 sends over {found.medium}"
-    scheme, _, place = (found.url or "").partition("://")
+    if launcher.medium:
+        return f"by a secret that rank 0 sends over {launcher.medium}"
+    scheme, _, place = (launcher.url or "").partition("://")
     if secret.is_one_host(split_address(place)[0] if scheme == "tcp" else None):
         return "by a file of this user, since the ranks are on one host"
     return f"none: the ranks are not authenticated; {secret.REMEDY}"
 
 
-def _hosts(found: Launcher) -> str:
+def _hosts(launcher: Launcher) -> str:
     """The hosts as far as they are known before the rendezvous; ``init`` returns the complete placement."""
-    if found.size == 1:
+    if launcher.size == 1:
         return "1"
-    if found.name == "srun":
+    if launcher.name == "srun":
         return ", ".join(expand_nodelist(os.environ["SLURM_STEP_NODELIST"]))
-    here = next((os.environ[name] for name in _LOCAL_SIZES if name in os.environ), None)
-    if here is None or found.size is None:
+    local_size = next((os.environ[name] for name in _LOCAL_SIZES if name in os.environ), None)
+    if local_size is None or launcher.size is None:
         return "known after the rendezvous of the ranks"
-    return f"{here} of {found.size} ranks are on this host"
+    return f"{local_size} of {launcher.size} ranks are on this host"
 
 
 _LOCAL_SIZES = ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"]

@@ -38,9 +38,9 @@ def add(commands: Any) -> None:
     notebooks.set_defaults(run=_course)
 
 
-def _course(given: argparse.Namespace) -> int:
-    given.folder.mkdir(parents=True, exist_ok=True)
-    notebooks = {given.folder / f"{each.stem}.ipynb": each for each in course.files()}
+def _course(args: argparse.Namespace) -> int:
+    args.folder.mkdir(parents=True, exist_ok=True)
+    notebooks = {args.folder / f"{each.stem}.ipynb": each for each in course.files()}
     if there := [str(path) for path in notebooks if path.exists()]:
         raise ValueError(f"{there[0]} exists; remove it, or name another folder")
     for path, lesson in notebooks.items():
@@ -49,7 +49,7 @@ def _course(given: argparse.Namespace) -> int:
     return 0
 
 
-def _list(given: argparse.Namespace) -> int:
+def _list(args: argparse.Namespace) -> int:
     todo = [number for number in range(1, len(ORDER) + 1) if not _done(number)]
     for number in range(1, len(ORDER) + 1):
         print(f"{number:2} {' ' if number in todo else '✓'} {exercise(number).title}")
@@ -59,43 +59,43 @@ def _list(given: argparse.Namespace) -> int:
     return 0
 
 
-def _file(given: argparse.Namespace) -> Path:
-    exercise(given.number)  # ValueError for a wrong number
-    return Path(given.file or file_name(given.number))
+def _file(args: argparse.Namespace) -> Path:
+    exercise(args.number)  # ValueError for a wrong number
+    return Path(args.file or file_name(args.number))
 
 
-def _start(given: argparse.Namespace) -> int:
-    path = _file(given)
+def _start(args: argparse.Namespace) -> int:
+    path = _file(args)
     if path.exists():
         raise ValueError(f"{path} exists; remove it to begin again, or name another file")
-    path.write_text(exercise(given.number).text(given.number), encoding="utf-8")
-    print(f"Complete {path}, then: python -m dist_prims learn check {given.number}")
+    path.write_text(exercise(args.number).text(args.number), encoding="utf-8")
+    print(f"Complete {path}, then: python -m dist_prims learn check {args.number}")
     return 0
 
 
-def _hint(given: argparse.Namespace) -> int:
-    hints = exercise(given.number).hints
-    level = min(max(given.level, 1), len(hints))
+def _hint(args: argparse.Namespace) -> int:
+    hints = exercise(args.number).hints
+    level = min(max(args.level, 1), len(hints))
     print(hints[level - 1])
     if level < len(hints):
-        print(f"\nMore: python -m dist_prims learn hint {given.number} --level {level + 1}")
+        print(f"\nMore: python -m dist_prims learn hint {args.number} --level {level + 1}")
     return 0
 
 
-def _check(given: argparse.Namespace) -> int:
+def _check(args: argparse.Namespace) -> int:
     """Status 0 for a right answer, and 1 for one that is wrong, raises, or has not ended after two minutes."""
-    path = _file(given)
+    path = _file(args)
     if not path.exists():
-        raise ValueError(f"there is no {path}; write it with: python -m dist_prims learn start {given.number}")
+        raise ValueError(f"there is no {path}; write it with: python -m dist_prims learn start {args.number}")
     try:
-        print(f"✓ Right: {check(given.number, path)}.")
+        print(f"✓ Right: {check(args.number, path)}.")
     except WrongAnswerError as error:
         print(f"✗ {error}")
         if error.schedule is not None:
             _write_page(error.schedule, path.with_suffix(".html"))
-        print(f"  A hint: python -m dist_prims learn hint {given.number}")
+        print(f"  A hint: python -m dist_prims learn hint {args.number}")
         return 1
-    _note_done(given.number)
+    _note_done(args.number)
     return 0
 
 

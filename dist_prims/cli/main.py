@@ -38,8 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
     """
     replace_unencodable()
     try:
-        given = _parse(arguments)
-        status = int(given.run(given))
+        args = _parse(arguments)
+        status = int(args.run(args))
         sys.stdout.flush()  # here, where a closed pipe is an error that can be caught
         return status
     except BrokenPipeError:
@@ -53,12 +53,12 @@ def main(arguments: list[str] | None = None) -> int:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
-    given, more = parser.parse_known_args(words)
-    if more and (given.run is not show.run or any(word.startswith("-") for word in more)):
+    args, more = parser.parse_known_args(words)
+    if more and (args.run is not show.run or any(word.startswith("-") for word in more)):
         parser.error(f"unrecognized arguments: {' '.join(more)}")
-    if given.run is show.run:  # argparse does not assign name=value arguments that follow an option
-        given.parameters += more
-    return given
+    if args.run is show.run:  # argparse does not assign name=value arguments that follow an option
+        args.parameters += more
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,22 +87,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _list(given: argparse.Namespace) -> int:
-    print(markdown_table(given.collective) if given.markdown else f"{text_table(given.collective)}\n\n{SYMBOLS}")
+def _list(args: argparse.Namespace) -> int:
+    print(markdown_table(args.collective) if args.markdown else f"{text_table(args.collective)}\n\n{SYMBOLS}")
     return 0
 
 
-def _tune(given: argparse.Namespace) -> int:
+def _tune(args: argparse.Namespace) -> int:
     from ..bench.tune import main as tune
 
-    return tune(given.ranks)
+    return tune(args.ranks)
 
 
-def _doctor(given: argparse.Namespace) -> int:
-    if given.dump:
+def _doctor(args: argparse.Namespace) -> int:
+    if args.dump:
         from ..tracing.read_flight_records import read
 
-        print(read(given.dump))
+        print(read(args.dump))
         return 0
     from .doctor import report  # imports torch
 

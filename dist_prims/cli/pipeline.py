@@ -24,14 +24,14 @@ def add(commands: Any) -> None:
     pipeline.set_defaults(run=run)
 
 
-def run(given: argparse.Namespace) -> int:
-    if given.name is None:
+def run(args: argparse.Namespace) -> int:
+    if args.name is None:
         print(markdown_table())
         return 0
-    print(show_pipeline(given.name, given.ranks, given.microbatches, given.stages_a_rank))
-    plan = pipeline_plan(given.name, given.ranks, given.microbatches, given.stages_a_rank)
-    if given.svg:
-        print(f"picture  {plan.draw(given.svg)}")
-    if given.html:
-        print(f"page     {plan.html(given.html)}")
+    print(show_pipeline(args.name, args.ranks, args.microbatches, args.stages_a_rank))
+    plan = pipeline_plan(args.name, args.ranks, args.microbatches, args.stages_a_rank)
+    if args.svg:
+        print(f"picture  {plan.draw(args.svg)}")
+    if args.html:
+        print(f"page     {plan.html(args.html)}")
     return 0

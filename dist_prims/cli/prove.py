@@ -15,7 +15,7 @@ from .registered import registered, registered_by
 __all__: list[str] = []
 
 _SIZES = (*range(1, 34), 64)
-_PIPELINES = (*range(1, 13),)
+_COUNTS = (*range(1, 13),)  # of ranks and of micro-batches, for pipelines
 
 
 def add(commands: Any) -> None:
@@ -27,12 +27,12 @@ def add(commands: Any) -> None:
     prove.set_defaults(run=run)
 
 
-def run(given: argparse.Namespace) -> int:
-    if given.file and given.file.endswith((".json", ".xml")):
-        return _prove_file(given.file)
-    sizes = _sizes(given.sizes) if given.sizes else _SIZES[:-1] if given.file else _SIZES
-    chosen = registered_by(given.file) if given.file else list(registered())
-    pipelines = [] if given.file else pipeline_plans()
+def run(args: argparse.Namespace) -> int:
+    if args.file and args.file.endswith((".json", ".xml")):
+        return _prove_file(args.file)
+    sizes = _sizes(args.sizes) if args.sizes else _SIZES[:-1] if args.file else _SIZES
+    chosen = registered_by(args.file) if args.file else list(registered())
+    pipelines = [] if args.file else pipeline_plans()
     return max(
         [_prove_one(collective, name, sizes) for collective, name in chosen]
         + [_prove_pipeline(name) for name in pipelines]
@@ -85,8 +85,8 @@ def _prove_one(collective: str, name: str, sizes: tuple[int, ...]) -> int:
 
 
 def _prove_pipeline(name: str) -> int:
-    for ranks in _PIPELINES:
-        for num_microbatches in _PIPELINES:
+    for ranks in _COUNTS:
+        for num_microbatches in _COUNTS:
             pipeline_plan(name, ranks, num_microbatches).verify()
-    print(f"✓ pipeline {name}: {len(_PIPELINES) ** 2} plans, ranks and micro-batches {numbers(_PIPELINES)}", flush=True)
+    print(f"✓ pipeline {name}: {len(_COUNTS) ** 2} plans, ranks and micro-batches {numbers(_COUNTS)}", flush=True)
     return 0

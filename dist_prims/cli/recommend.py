@@ -36,16 +36,16 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(given: argparse.Namespace) -> int:
-    if given.hosts < 1 or given.ranks < 1:
-        raise ValueError(f"--hosts {given.hosts} --ranks {given.ranks}: both must be at least 1")
-    count = parse_bytes(given.bytes)
-    topology, source = _topology(given)
-    found = recommend(given.collective, count, topology)
-    print(f"{describe_question(given.collective, count, topology, source)}\n\n{describe_answer(found)}")
-    print(_how_to_run(given.collective, given.hosts, found.candidates[0].schedule.algorithm))
-    if given.hosts > 1 and given.collective not in _WITHOUT_CHOICE and fits(given.collective, count, topology):
-        print(_with_agreement(added_seconds(given.collective, count, topology), found.candidates[0].seconds))
+def run(args: argparse.Namespace) -> int:
+    if args.hosts < 1 or args.ranks < 1:
+        raise ValueError(f"--hosts {args.hosts} --ranks {args.ranks}: both must be at least 1")
+    count = parse_bytes(args.bytes)
+    topology, source = _topology(args)
+    found = recommend(args.collective, count, topology)
+    print(f"{describe_question(args.collective, count, topology, source)}\n\n{describe_answer(found)}")
+    print(_how_to_run(args.collective, args.hosts, found.candidates[0].schedule.algorithm))
+    if args.hosts > 1 and args.collective not in _WITHOUT_CHOICE and fits(args.collective, count, topology):
+        print(_with_agreement(added_seconds(args.collective, count, topology), found.candidates[0].seconds))
     return 0
 
 
@@ -68,17 +68,17 @@ def _how_to_run(collective: str, hosts: int, algorithm: str) -> str:
     return f"The backend dist_prims uses no schedule here: it works in shared memory on one host; {by_hand}."
 
 
-def _topology(given: argparse.Namespace) -> tuple[Topology, str]:
+def _topology(args: argparse.Namespace) -> tuple[Topology, str]:
     """The topology with links as given, measured or assumed, and a text that says which."""
-    hosts = (given.ranks,) * given.hosts
-    asked = {name: value for name in _LINKS if (value := getattr(given, name)) is not None}
-    if given.calibration:
+    hosts = (args.ranks,) * args.hosts
+    asked = {name: value for name in _LINKS if (value := getattr(args, name)) is not None}
+    if args.calibration:
         if asked:
             raise ValueError(f"--calibration and --{next(iter(asked)).replace('_', '-')}: one or the other")
         try:
-            return Topology.measured(hosts, json.loads(Path(given.calibration).read_text())), given.calibration
+            return Topology.measured(hosts, json.loads(Path(args.calibration).read_text())), args.calibration
         except ValueError as error:
-            raise ValueError(f"{given.calibration}: {error}") from None
+            raise ValueError(f"{args.calibration}: {error}") from None
     links = {**_LINKS, **asked}
     inner = Level(parse_duration(links["inner_latency"]), parse_link_speed(links["inner_link"]))
     outer = Level(parse_duration(links["latency"]), parse_link_speed(links["link"]))

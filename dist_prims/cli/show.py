@@ -42,46 +42,46 @@ def add(commands: Any) -> None:
     show.set_defaults(run=run)
 
 
-def run(given: argparse.Namespace) -> int:
-    if given.collective and given.collective.endswith((".json", ".xml")):
-        return _show_file(given)
-    collective, algorithm, parameters = _named(given)
+def run(args: argparse.Namespace) -> int:
+    if args.collective and args.collective.endswith((".json", ".xml")):
+        return _show_file(args)
+    collective, algorithm, parameters = _named(args)
     if algorithm is None:
         print(f"{text_table(collective)}\n\n{SYMBOLS}")
         return 0
-    root = {} if given.root is None else {"root": given.root}
+    root = {} if args.root is None else {"root": args.root}
     assert collective is not None
-    schedule = build(collective, algorithm, 4 if given.size is None else given.size, **root, **parameters)
-    if _is_file(given) and (unusable := _unusable(given.collective, schedule)):
+    schedule = build(collective, algorithm, 4 if args.size is None else args.size, **root, **parameters)
+    if _is_file(args) and (unusable := _unusable(args.collective, schedule)):
         print(f"✗ {unusable}")
         return 1
-    return _show(given, schedule, lookup(collective, algorithm).card)
+    return _show(args, schedule, lookup(collective, algorithm).card)
 
 
-def _show_file(given: argparse.Namespace) -> int:
+def _show_file(args: argparse.Namespace) -> int:
     """Show the schedule of a file; it has no card, even if an algorithm has its name."""
-    if given.algorithm:
-        raise ValueError(f"show {given.collective} {given.algorithm}: the file has one schedule; omit the algorithm")
-    if (given.size, given.root) != (None, None):
-        raise ValueError(f"show {given.collective}: the file has its size and its root; omit --size and --root")
+    if args.algorithm:
+        raise ValueError(f"show {args.collective} {args.algorithm}: the file has one schedule; omit the algorithm")
+    if (args.size, args.root) != (None, None):
+        raise ValueError(f"show {args.collective}: the file has its size and its root; omit --size and --root")
     try:
-        return _show(given, Schedule.load(given.collective), card=None)
+        return _show(args, Schedule.load(args.collective), card=None)
     except ScheduleError as error:
-        print(f"✗ {given.collective}: {error}")
+        print(f"✗ {args.collective}: {error}")
         return 1
 
 
-def _show(given: argparse.Namespace, schedule: Schedule, card: Card | None) -> int:
-    if given.html:  # first, because the page of a wrong schedule shows its error
-        print(f"page     {schedule.html(given.html)}")
+def _show(args: argparse.Namespace, schedule: Schedule, card: Card | None) -> int:
+    if args.html:  # first, because the page of a wrong schedule shows its error
+        print(f"page     {schedule.html(args.html)}")
     print(f"{_steps(schedule)}\n")
     error = error_of(schedule) if schedule.size <= MOST_RANKS else None
     for name, value in describe_contract(schedule) if error else _facts(schedule, card):
         print(f"{'must end' if error and name == 'ends' else name.ljust(8)} {value}")
-    if given.svg:
-        print(f"picture  {schedule.draw(given.svg)}")
-    if given.animate:
-        print(f"picture  {schedule.draw(given.animate, animate=True)}")
+    if args.svg:
+        print(f"picture  {schedule.draw(args.svg)}")
+    if args.animate:
+        print(f"picture  {schedule.draw(args.animate, animate=True)}")
     if error:
         print(f"✗ {error}\n  For a page that opens at the wrong step, add --html wrong.html")
     return int(bool(error))
@@ -98,22 +98,22 @@ def _unusable(file: str, schedule: Schedule) -> str | None:
     return None
 
 
-def _is_file(given: argparse.Namespace) -> bool:
-    return bool(given.collective and given.collective.endswith(".py"))
+def _is_file(args: argparse.Namespace) -> bool:
+    return bool(args.collective and args.collective.endswith(".py"))
 
 
-def _named(given: argparse.Namespace) -> tuple[str | None, str | None, dict[str, Any]]:
+def _named(args: argparse.Namespace) -> tuple[str | None, str | None, dict[str, Any]]:
     """Collective, algorithm and parameters, from the registry or from a file that registers algorithms."""
-    words = [given.algorithm, *given.parameters] if given.algorithm else []
+    words = [args.algorithm, *args.parameters] if args.algorithm else []
     algorithm = words.pop(0) if words and "=" not in words[0] else None
     parameters = dict(map(_parameter, words))
-    if not _is_file(given):
-        return given.collective, algorithm, parameters
-    registered = registered_by(given.collective)
+    if not _is_file(args):
+        return args.collective, algorithm, parameters
+    registered = registered_by(args.collective)
     found = [each for each in registered if algorithm in (None, each[1])]
     if len(found) != 1:
         names = ", ".join(name for _, name in registered)
-        raise ValueError(f"{given.collective} registers {names}; name one of them: show {given.collective} ALGORITHM")
+        raise ValueError(f"{args.collective} registers {names}; name one of them: show {args.collective} ALGORITHM")
     return *found[0], parameters
 
 

@@ -33,13 +33,13 @@ def _progress(elapsed: float, candidate: Any) -> None:
     print(f"{elapsed:7.1f} s   {size}: {format_duration(candidate.seconds)}", file=sys.stderr)
 
 
-def run(given: argparse.Namespace) -> int:
-    graph, nbytes = Graph.load(given.topology), parse_bytes(given.bytes)
-    options = given.chunks, given.root, given.seed, given.seconds
-    result = synthesize(graph, given.collective, nbytes, *options, progress=_progress)
-    print(f"{given.collective} of {format_bytes(nbytes)}: {graph.ranks} ranks, {len(graph.links)} links")
+def run(args: argparse.Namespace) -> int:
+    graph, nbytes = Graph.load(args.topology), parse_bytes(args.bytes)
+    options = args.chunks, args.root, args.seed, args.seconds
+    result = synthesize(graph, args.collective, nbytes, *options, progress=_progress)
+    print(f"{args.collective} of {format_bytes(nbytes)}: {graph.ranks} ranks, {len(graph.links)} links")
     bound = result.bound
-    library = "scipy" if given.collective == "all_to_all" else "networkx"
+    library = "scipy" if args.collective == "all_to_all" else "networkx"
     unknown = f"unknown: pip install {library}, or a longer --seconds"
     print(f"bound       {unknown if bound is None else format_duration(bound)}")
     if result.halves:
@@ -52,11 +52,11 @@ def run(given: argparse.Namespace) -> int:
     print(f"            {steps} steps, {chunks} chunks; proved, after {result.elapsed:.1f} s")
     if result.is_cut_short:
         when = "before all candidates were tried" if has_found else "before the first schedule was found"
-        print(f"limit       --seconds {given.seconds:g} ended the search {when}")
+        print(f"limit       --seconds {args.seconds:g} ended the search {when}")
     is_found = result.best is not result.registered
     print(f"Use {'the schedule found' if is_found else f'{result.best.name}: nothing found is faster'}.")
-    if given.save:
-        print(f"saved       {result.schedule.save(given.save)}")
-    if given.draw:
-        print(f"drawn       {result.schedule.draw(given.draw, topology=graph)}")
+    if args.save:
+        print(f"saved       {result.schedule.save(args.save)}")
+    if args.draw:
+        print(f"drawn       {result.schedule.draw(args.draw, topology=graph)}")
     return 0

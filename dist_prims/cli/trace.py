@@ -33,37 +33,37 @@ def add(commands: Any) -> None:
             )
 
 
-def _report(given: argparse.Namespace) -> int:
+def _report(args: argparse.Namespace) -> int:
     from ..tracing.analysis import analyse
     from ..tracing.reader import read
     from ..tracing.report import report
 
-    trace = read(given.folder)
-    levels = _levels(given)
+    trace = read(args.folder)
+    levels = _levels(args)
     print(report(trace, levels))
-    if given.json:
-        Path(given.json).write_text(json.dumps(analyse(trace, levels)))
+    if args.json:
+        Path(args.json).write_text(json.dumps(analyse(trace, levels)))
     return 0
 
 
-def _chrome(given: argparse.Namespace) -> int:
+def _chrome(args: argparse.Namespace) -> int:
     from ..tracing.chrome import write_chrome
     from ..tracing.reader import read
 
-    count = write_chrome(read(given.folder), given.output)
-    print(f"{count} events in {given.output}")
+    count = write_chrome(read(args.folder), args.output)
+    print(f"{count} events in {args.output}")
     return 0
 
 
-def _page(given: argparse.Namespace) -> int:
+def _page(args: argparse.Namespace) -> int:
     from ..schedules.html.document import write_html
     from ..tracing.page import trace_page
     from ..tracing.reader import read
 
-    print(f"page     {write_html(trace_page(read(given.folder), _levels(given)), given.output)}")
+    print(f"page     {write_html(trace_page(read(args.folder), _levels(args)), args.output)}")
     return 0
 
 
-def _levels(given: argparse.Namespace) -> Any:
+def _levels(args: argparse.Namespace) -> Any:
     """The costs of messages in the file of --calibration, or None."""
-    return json.loads(Path(given.calibration).read_text()) if given.calibration else None
+    return json.loads(Path(args.calibration).read_text()) if args.calibration else None

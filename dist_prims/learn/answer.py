@@ -1,6 +1,6 @@
-"""An answer as its check sees it: functions of the learner's file that are called elsewhere, and return data.
+"""An answer as its check sees it: functions of the learner's file, which other processes call, and their data.
 
-Every reply is compared with the form that it must have, because an answer can send whatever it likes.
+Every reply is compared with the form that it must have, because the process of an answer can send anything.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class Answer:
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
 
-    def value(self, function: str, *given: Any) -> Any:
+    def value(self, function: str, *arguments: Any) -> Any:
         """What a function returns: numbers, texts, None, and lists and tuples of these."""
-        return self._call("value", function, given)
+        return self._call("value", function, arguments)
 
     def steps(self, function: str, size: int, root: int | None) -> list[Step]:
         """The steps that a generator function yields; ``root``: its second argument, if it is not None."""
         return [_step(columns) for columns in _list(self._call("steps", function, (size,), root))]
 
-    def actions(self, function: str, *given: Any) -> tuple[Action, ...]:
+    def actions(self, function: str, *arguments: Any) -> tuple[Action, ...]:
         """The actions that a generator function yields."""
-        return tuple(_action(action) for action in _list(self._call("actions", function, given)))
+        return tuple(_action(action) for action in _list(self._call("actions", function, arguments)))
 
-    def program(self, function: str, rank: int, *given: Any) -> Generator[Call, Any, Any]:
+    def program(self, function: str, rank: int, *arguments: Any) -> Generator[Call, Any, Any]:
         """The program of a rank, which runs in that rank's process: its calls; what it returns at the end."""
-        request = {"kind": "start", "function": function, "given": list(given), "root": None}
+        request = {"kind": "start", "function": function, "arguments": list(arguments), "root": None}
         while True:
             reply = self._reply(rank, request, f"rank {rank}: ")
             if "returns" in reply:
@@ -53,9 +53,9 @@ class Answer:
             value = yield _parsed_call(rank, reply.get("call"))
             request = {"kind": "resume", "value": value}
 
-    def _call(self, kind: str, function: str, given: tuple[Any, ...], root: int | None = None) -> Any:
-        request = {"kind": kind, "function": function, "given": list(given), "root": root}
-        named = ", ".join([*map(repr, given), *([] if root is None else [f"root={root}"])])
+    def _call(self, kind: str, function: str, arguments: tuple[Any, ...], root: int | None = None) -> Any:
+        request = {"kind": kind, "function": function, "arguments": list(arguments), "root": root}
+        named = ", ".join([*map(repr, arguments), *([] if root is None else [f"root={root}"])])
         return self._reply(0, request, f"{function}({named}): ").get("value")
 
     def _reply(self, rank: int, request: dict[str, Any], where: str) -> dict[str, Any]:
@@ -77,11 +77,12 @@ def private_values(count: int) -> list[int]:
 def run_programs(answer: Answer, values: Sequence[int]) -> list[Any]:
     """Run the learner's ``program(rank, size, value)`` on one rank for each value; what the ranks return."""
     size = len(values)
+    # The first rank selects the process; the arguments of the program follow.
     return run(lambda rank, _: answer.program("program", rank, rank, size, values[rank]), size)
 
 
-def _malformed(what: Any, wanted: str) -> WrongAnswerError:
-    return WrongAnswerError(f"the process of the answer has sent {what!r:.100}; it must send {wanted}")
+def _malformed(value: Any, expected: str) -> WrongAnswerError:
+    return WrongAnswerError(f"the process of the answer has sent {value!r:.100}; it must send {expected}")
 
 
 def _list(value: Any) -> list[Any]:

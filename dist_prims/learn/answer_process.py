@@ -68,16 +68,16 @@ class _Process:
         self._seconds, self._deadline = seconds, deadline
         self._received, self._printed, self._shown = b"", b"", 0
         self._closed = False
-        self._channel, theirs = socket.socketpair()
+        self._channel, child_socket = socket.socketpair()
         limits = [str(MEMORY), str(int(seconds) + 1), str(os.getpid())]
-        command = [sys.executable, "-m", f"{__package__}.run_answer", str(path), str(theirs.fileno()), *limits]
-        with theirs:
+        command = [sys.executable, "-m", f"{__package__}.run_answer", str(path), str(child_socket.fileno()), *limits]
+        with child_socket:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_socket.fileno()],
                 start_new_session=True,
                 env={**os.environ, **_ONE_THREAD},
             )
@@ -89,15 +89,15 @@ class _Process:
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(ConnectionError):  # the process has ended, which the wait for its reply tells
-            self._channel.settimeout(self._left())
+            self._channel.settimeout(self._seconds_left())
             try:
                 self._channel.sendall(wire.to_line(request))
             except TimeoutError:
-                self._left()
+                self._seconds_left()  # raises, because the deadline has passed
         while b"\n" not in self._received:
             if self._closed:
                 raise WrongAnswerError(self._how_it_ended())
-            self._wait(self._left())
+            self._wait(self._seconds_left())
         self._wait(0)  # what was printed before the reply
         line, _, self._received = self._received.partition(b"\n")
         try:
@@ -115,7 +115,7 @@ class _Process:
         self._channel.close()
         self._output.close()
 
-    def _left(self) -> float:
+    def _seconds_left(self) -> float:
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise WrongAnswerError(f"the answer has not ended after {self._seconds:g} s. Does a loop of it end?")

@@ -125,4 +125,4 @@ def run(program: Program, size: int) -> list[Any]:
 
 def _waits(waiting: list[Call | None]) -> str:
     words = [f"rank {rank} {'has ended' if call is None else f'waits in {call}'}" for rank, call in enumerate(waiting)]
-    return f"{'; '.join(words)}"
+    return "; ".join(words)

@@ -47,8 +47,8 @@ class AnswerFile:
             kind = request["kind"]
             if kind == "resume":
                 return self._resume(request["value"])
-            function, given, named = self._function(request["function"]), request["given"], request["root"]
-            returned = function(*given) if named is None else function(*given, root=named)
+            function, arguments, root = self._function(request["function"]), request["arguments"], request["root"]
+            returned = function(*arguments) if root is None else function(*arguments, root=root)
             if kind == "start":
                 return self._start(returned)
             return {"value": {"value": _value, "steps": _steps, "actions": _actions}[kind](returned)}

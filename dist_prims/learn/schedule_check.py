@@ -29,6 +29,7 @@ def proved_schedule(
         answer: has the generator function, under the name of the ``collective``.
         size: the number of ranks.
         chunks, scratch: the numbers of chunks of the data, and of further chunks for intermediate results.
+        root: of a collective with a root.
     """
     steps = answer.steps(collective, size, root)
     goal = contract(collective, size, chunks, root, scratch, same_bits=collective != "barrier")

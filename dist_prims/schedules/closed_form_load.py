@@ -228,7 +228,7 @@ def _load_of_sets(groups: Sequence[Sequence[MessageSet]], hosts: Hosts) -> _Step
     busiest, sums = np.zeros(LINK), np.zeros((8 if hosts.has_cores else 3, number))
     lowest, highest = np.full(number, number), np.full(number, -1)  # of the hosts that send to each host
     for group in groups:
-        # The busiest rank of the group: at most one message, and the longest of the messages that a rank can have.
+        # The busiest rank of the group: at most one message, the longest that a rank can have, of at least 1 chunk.
         messages, outer, copied, reduced = 0, False, 0.0, 0.0
         for move in group:
             traffic, chunks = _traffic(move.ranks, hosts), float(move.chunks)  # the product exceeds 32 bits

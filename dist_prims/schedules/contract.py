@@ -53,9 +53,9 @@ class Holding:
         return Holding(chunks, pieces, firsts, lasts)
 
 
-def one_length(*given: ArrayLike) -> list[NDArray[Any]]:
+def one_length(*values: ArrayLike) -> list[NDArray[Any]]:
     """Broadcast scalars and columns to one length; ``np.broadcast_arrays`` takes several times as long."""
-    columns = [np.asarray(each) for each in given]
+    columns = [np.asarray(value) for value in values]
     shapes = {column.shape for column in columns if column.ndim}
     if len(shapes) == 1 and len(shape := shapes.pop()) == 1:
         return [column if column.ndim else np.full(shape, column) for column in columns]

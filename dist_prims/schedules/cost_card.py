@@ -46,7 +46,8 @@ def default_ranks_a_host(n: int) -> int:
 class Card:
     """A cost card. ``steps``: number of steps; ``sent``: bytes sent by the busiest rank, as a fraction of the data.
 
-    ``load(hosts, **parameters)``: the load on hosts in closed form, as the items of ``closed_form_load.load_of``.
+    ``where``: further names in the formulas, each with a function of the size. ``load(hosts, **parameters)``: the load
+    on hosts in closed form, as the items of ``closed_form_load.load_of``.
 
     >>> ring = Card(steps="2*(n-1)", sent="2*(n-1)/n", wins="large data", source="Patarasu and Yuan 2009")
     >>> ring.evaluate("steps", 4), ring.evaluate("sent", 4)

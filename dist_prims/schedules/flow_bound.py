@@ -28,7 +28,7 @@ MOST_ROUTED = 16  # ranks
 def flow_bound(graph: Graph, seconds: float = math.inf) -> float:
     """The seconds for each byte of the data of a rank, without latency; ImportError without scipy.
 
-    TimeoutError if it is not found in so many ``seconds``.
+    TimeoutError if the search takes more than ``seconds``.
 
     >>> flow_bound(Graph(1, []))
     0.0
@@ -52,15 +52,15 @@ def flow_bound(graph: Graph, seconds: float = math.inf) -> float:
     enters = sparse.coo_array((np.ones(ways), (dst, number)), (nodes, ways))
     leaves = sparse.coo_array((np.ones(ways), (src, number)), (nodes, ways))
     kept = sparse.hstack([sparse.kron(sparse.eye_array(size), enters - leaves), np.zeros((size * nodes, 1))])
-    wanted = np.zeros((size, nodes))
-    wanted[:, :size] = 1 / size - np.eye(size)
+    demand = np.zeros((size, nodes))
+    demand[:, :size] = 1 / size - np.eye(size)
     # 3. The flows over each link together, in its own bandwidth; the last variable is the seconds.
     speed = graph.bandwidth / graph.bandwidth.max()
     loads = sparse.hstack([sparse.kron(np.ones((1, size)), passes), -speed[:, None]])
     limit = {} if seconds == math.inf else {"time_limit": max(seconds, 0.0)}
     cost = np.append(np.zeros(size * ways), 1.0)
     solved = optimize.linprog(
-        cost, loads, np.zeros(links), kept.tocsc(), wanted.ravel(), method="highs-ipm", options=limit
+        cost, loads, np.zeros(links), kept.tocsc(), demand.ravel(), method="highs-ipm", options=limit
     )
     if solved.status:
         raise TimeoutError(f"flow_bound of {size} ranks and {links} links, in {seconds:.3g} s: {solved.message}")

@@ -85,7 +85,7 @@ class Graph:
         joined = {node for link in self.links for node in link[:2]}
         if ranks > 1 and (alone := next((rank for rank in range(ranks) if rank not in joined), None)) is not None:
             raise ValueError(f"rank {alone} has no link; add one, or reduce the number of ranks, {ranks}")
-        if (unreached := np.argwhere(np.isinf(self._seconds[:ranks]))).size:
+        if (unreached := np.argwhere(np.isinf(self._least_cost[:ranks]))).size:
             src, dst = unreached[0].tolist()
             raise ValueError(f"no way leads from rank {src} to rank {dst}; add a link")
 
@@ -122,15 +122,15 @@ class Graph:
 
     @cached_property
     def _cost(self) -> NDArray[np.float64]:
-        """The cost of each link in a route: the seconds of 1 MB, and more than a whole way if it leads to a rank."""
+        """The cost of each link: the seconds of 1 MB; a link to a rank costs more than any way over switches only."""
         seconds = np.array([link.latency + _ROUTED_BYTES / link.bandwidth for link in self.links], np.float64)
         to_rank: NDArray[np.bool_] = self.ends[1] < self.ranks
         cost: NDArray[np.float64] = seconds + to_rank * (len(self.nodes) * seconds.max(initial=0))
         return cost
 
     @cached_property
-    def _seconds(self) -> NDArray[np.float64]:
-        """The cost of the best way from each node to each rank, ``[node, rank]``."""
+    def _least_cost(self) -> NDArray[np.float64]:
+        """The cost of the best way from each node to each rank, ``[node, rank]``, by Bellman and Ford's algorithm."""
         best = np.full((len(self.nodes), self.ranks), np.inf)
         best[range(self.ranks), range(self.ranks)] = 0
         order = np.argsort(self.ends[0], kind="stable")
@@ -158,9 +158,9 @@ class Graph:
     def route_numbers(self, src: int, dst: int) -> tuple[int, ...]:
         """The numbers of the links that a message between two ranks passes."""
         if (src, dst) not in self._routes:
-            node, passed, left = src, [], self._seconds[:, dst]
+            node, passed, cost_from = src, [], self._least_cost[:, dst]
             while node != dst:
-                ways = [(self._cost[number] + left[self.ends[1, number]], number) for number in self._from[node]]
+                ways = [(self._cost[number] + cost_from[self.ends[1, number]], number) for number in self._from[node]]
                 shortest = min(ways)[0] * (1 + 1e-9)
                 equal = [number for way, number in ways if way <= shortest]
                 passed.append(equal[dst % len(equal)])
@@ -196,7 +196,7 @@ class Graph:
 
     @staticmethod
     def fat_tree(leaves: int, ranks: int, spines: int, latency: float = 1e-6, bandwidth: float = 1e9) -> Graph:
-        """Leaf switches with so many ranks each, and a link from every leaf to every spine switch."""
+        """Leaf switches with ``ranks`` ranks each, and a link from every leaf to every spine switch."""
         down: list[tuple[Node, Node]] = [(rank, f"leaf {rank // ranks}") for rank in range(leaves * ranks)]
         pairs = itertools.product(range(leaves), range(spines))
         up: list[tuple[Node, Node]] = [(f"leaf {leaf}", f"spine {spine}") for leaf, spine in pairs]
@@ -204,9 +204,9 @@ class Graph:
 
     @staticmethod
     def dragonfly(groups: int, switches: int, ranks: int, latency: float = 1e-6, bandwidth: float = 1e9) -> Graph:
-        """Groups of switches with so many ranks each; a link between every two switches of a group.
+        """Groups of switches with ``ranks`` ranks each; a link between every two switches of a group.
 
-        There is also a link between every two groups; those of a group are at its switches in turn.
+        There is also a link between every two groups. The switches of a group have these links in turn.
         """
         every = list(itertools.product(range(groups), range(switches)))
         ends: list[tuple[Node, Node]] = [
@@ -298,17 +298,17 @@ def _grid(rows: int, columns: int, wraps: bool) -> list[tuple[Node, Node]]:
 def _graph(fields: Any) -> Graph:
     if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
         raise ValueError(f'the file has no field "format" of the value "{_FORMAT}"')
-    ranks, given = fields.get("ranks"), fields.get("links")
-    if type(ranks) is not int or not isinstance(given, list):
+    ranks, entries = fields.get("ranks"), fields.get("links")
+    if type(ranks) is not int or not isinstance(entries, list):
         raise ValueError('it must have "ranks", a number, and "links", a list')
     links: list[Link] = []
-    for number, each in enumerate(given):
-        is_one_way = each.get("one_way", False) if isinstance(each, dict) else None
-        if not isinstance(is_one_way, bool) or not _FIELDS <= each.keys() <= {*_FIELDS, "one_way"}:
+    for number, entry in enumerate(entries):
+        is_one_way = entry.get("one_way", False) if isinstance(entry, dict) else None
+        if not isinstance(is_one_way, bool) or not _FIELDS <= entry.keys() <= {*_FIELDS, "one_way"}:
             raise ValueError(
-                f"link {number} is {each!s:.100}; it must have the fields from, to, latency (seconds), bandwidth "
+                f"link {number} is {entry!s:.100}; it must have the fields from, to, latency (seconds), bandwidth "
                 '(bytes a second) and, if it leads one way only, "one_way": true'
             )
-        both = _both_ways([(each["from"], each["to"])], each["latency"], each["bandwidth"])
+        both = _both_ways([(entry["from"], entry["to"])], entry["latency"], entry["bandwidth"])
         links += both[:1] if is_one_way else both
     return Graph(ranks, links)

@@ -75,6 +75,7 @@ def link_loads(schedule: ScheduleData, graph: Graph) -> LinkLoads:
         raise ValueError(
             f"{schedule.collective} {schedule.algorithm} has {schedule.size} ranks, the graph has {graph.ranks}"
         )
+    # 1. The messages of each step: pairs of ranks as src * ranks + dst, and the data of each pair.
     share, counted = float(schedule.share), []
     for step in schedule.steps:
         rows, span = step.narrow
@@ -82,12 +83,14 @@ def link_loads(schedule: ScheduleData, graph: Graph) -> LinkLoads:
         chunks = np.bincount(which, span, len(pairs)) if len(pairs) else np.zeros(0)
         sent = pairs // graph.ranks != pairs % graph.ranks
         counted.append((pairs[sent], chunks[sent] * share))
+    # 2. The route of each pair, filled up to the length of the longest route.
     every = np.unique(np.concatenate([pairs for pairs, _ in counted])) if counted else np.zeros(0, np.int64)
     paths = [graph.route_numbers(*divmod(pair, graph.ranks)) for pair in every.tolist()]
     longest = max(map(len, paths), default=1)
     routes = np.array([path + path[-1:] * (longest - len(path)) for path in paths], np.int64).reshape(-1, longest)
     latencies = np.array([sum(graph.links[number].latency for number in path) for path in paths], np.float64)
     loads, messages = np.zeros((len(counted), len(graph.links))), np.zeros((len(counted), len(every)), np.bool_)
+    # 3. The load of each link in each step; the fillers of a route, which repeat its last link, do not count.
     passes = np.ones(routes.shape, np.bool_)
     passes[:, 1:] = routes[:, 1:] != routes[:, :-1]
     for number, (pairs, chunks) in enumerate(counted):

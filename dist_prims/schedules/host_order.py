@@ -67,7 +67,7 @@ def _renumbered(schedule: Schedule, rank_at: tuple[int, ...]) -> Schedule:
     def steps() -> Iterator[Step] | Phases:
         if phases := schedule.steps.phases:
             return tuple(
-                Phase(lambda phase: map(renumber, phase.make(*phase.given)), (phase,), phase.width) for phase in phases
+                Phase(lambda phase: map(renumber, phase.make(*phase.args)), (phase,), phase.width) for phase in phases
             )
         return map(renumber, schedule.steps)
 

@@ -160,7 +160,7 @@ class StepCount:
 
     def __init__(self, step: Step, hosts: Hosts) -> None:
         rows, span = step.narrow
-        size, number, host_of = hosts.size, len(hosts.ranks), hosts.host_of
+        size, num_hosts, host_of = hosts.size, len(hosts.ranks), hosts.host_of
         if len(rows) and not 0 <= min(rows.src.min(), rows.dst.min()) <= max(rows.src.max(), rows.dst.max()) < size:
             raise ValueError(f"a step names a rank that does not exist, so it has no price; ranks are 0..{size - 1}")
         # 1. All rows from one rank to another form one message.
@@ -171,20 +171,20 @@ class StepCount:
         # 2. Each message counts for its sender (side 0) and for its receiver (side 1).
         self.hosts = hosts
         self.ranks = np.zeros((2, LINK, size))
-        self.links = np.zeros((2, number))
+        self.links = np.zeros((2, num_hosts))
         for side, ranks in enumerate((src, dst)):
             self.ranks[side, 0] = np.bincount(ranks[inner], minlength=size)
             self.ranks[side, OUTER] = np.bincount(ranks[outer], minlength=size)
             self.ranks[side, COPIED] = np.bincount(ranks[inner], chunks[inner], size)
-            self.links[side] = np.bincount(host_of[ranks[outer]], chunks[outer], number)
+            self.links[side] = np.bincount(host_of[ranks[outer]], chunks[outer], num_hosts)
         # 3. The receiver reduces; the count stands on both sides, so that the maximum over the sides has it.
         if rows.reduce.any():
             reduced_chunks = None if span is None else span[rows.reduce]
             self.ranks[:, REDUCED] = np.bincount(rows.dst[rows.reduce], reduced_chunks, size)
         # 4. Sorted by the receiving host, two neighbours with different senders show a crowded link.
-        receiver, sender = np.divmod(np.sort(to_host[outer] * number + from_host[outer]), number)
+        receiver, sender = np.divmod(np.sort(to_host[outer] * num_hosts + from_host[outer]), num_hosts)
         several = receiver[1:][(receiver[1:] == receiver[:-1]) & (sender[1:] != sender[:-1])]
-        self.crowded = np.zeros(number)
+        self.crowded = np.zeros(num_hosts)
         self.crowded[several] = self.links[1, several]
 
     def row(self) -> Floats:
@@ -224,7 +224,7 @@ def count(schedule: ScheduleData, hosts: Hosts) -> Load:
             f"{schedule.collective} {schedule.algorithm} has {schedule.size} ranks, the topology has {hosts.size}"
         )
     share = float(schedule.share)
-    return count_chunks(schedule, hosts).scaled(share, share)
+    return count_chunks(schedule, hosts).scaled(rank=share, link=share)
 
 
 @functools.lru_cache(maxsize=256)

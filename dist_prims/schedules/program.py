@@ -43,7 +43,10 @@ OWN = -1
 
 @dataclass(frozen=True)
 class Message:
-    """Chunks that travel together between this rank and a peer, with the pieces that they carry."""
+    """Chunks that travel together between this rank and a peer.
+
+    ``pieces``: for the piece in each chunk, a chunk of this rank's own data that has the same length.
+    """
 
     peer: int
     chunks: tuple[int, ...]
@@ -143,10 +146,10 @@ def compile_program(schedule: ScheduleData, rank: int) -> Program:
     (Write(into=2, piece=2, copy=False, sources=(Source(peer=2, index=0),), terms=(1, 1)),)
     """
     rows = _rows(schedule, rank) if schedule.part is None else _rows_of_part(schedule, schedule.part(rank))
-    length_of = _own_chunks(schedule, rank)
+    own_chunks_of = _own_chunks(schedule, rank)
     steps = []
     for step, pieces, counts, held_terms in rows:
-        carried = list(zip(length_of(pieces).tolist(), counts.tolist(), strict=True))
+        carried = list(zip(own_chunks_of(pieces).tolist(), counts.tolist(), strict=True))
         steps.append(_step(step, carried, held_terms, rank, schedule.size) if len(step) else NO_PART)
     keep = set(schedule.contract.end(rank).chunk.tolist())
     scratch = schedule.contract.total - schedule.data_chunks
@@ -234,7 +237,7 @@ def _update_terms(terms: NDArray[np.int32], step: Step, counts: NDArray[np.int32
 def _step(
     step: Step, carried: list[tuple[int, int]], held_terms: NDArray[np.int32], rank: int, size: int
 ) -> ProgramStep:
-    """The step of one rank. ``carried``: the piece of each row, and the number of ranks whose data is in it."""
+    """The step of one rank. ``carried``: the piece of each row, and its terms."""
     sends: dict[int, list[tuple[int, int]]] = defaultdict(list)
     receives: dict[int, list[tuple[int, int]]] = defaultdict(list)
     writes: dict[int, list[_Row]] = defaultdict(list)

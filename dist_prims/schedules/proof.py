@@ -57,15 +57,15 @@ def _shortfalls(schedule: ScheduleData, state: State, rank: int) -> Iterator[Sho
     right_piece = np.flatnonzero((number != NOTHING) & (piece == end.piece))
     kinds, kind = np.unique(np.stack([number, end.first, end.last])[:, right_piece], axis=1, return_inverse=True)
     for which, (total, first, last) in enumerate(kinds.T.tolist()):
-        wanted = _bits(first, last)
-        missing, extra = wanted & ~state.sums.ranks[total], state.sums.ranks[total] & ~wanted
+        demanded, held = _bits(first, last), state.sums.ranks[total]
+        missing, extra = demanded & ~held, held & ~demanded
         if not missing and not extra:
             continue
         lost = f"{names_of(missing)} is missing" if missing else f"{names_of(extra)} does not belong there"
         for at in right_piece[np.ravel(kind) == which].tolist():
-            chunk, held = int(end.chunk[at]), state.sums.ranks[total]
+            chunk = int(end.chunk[at])
             what = f"at the end rank {rank}, chunk {chunk}: {lost}"
-            yield Shortfall(rank, chunk, int(end.piece[at]), wanted, held, what)
+            yield Shortfall(rank, chunk, int(end.piece[at]), demanded, held, what)
 
 
 def _bits(first: int, last: int) -> int:

@@ -1,9 +1,10 @@
 """Recommendation of an algorithm for a topology: the price and the bottleneck of every candidate, and the lower bound.
 
-Candidates are the registered algorithms with default parameters, and with one chunk those that pipeline chunks, because
-the segments of the executor are a pipeline too. Over several hosts ``hierarchical`` is added where it exists, with each
-algorithm between the hosts. Within the hosts it uses its default first; the other inner algorithms are tried with the
-best outer one only, because the phases run one after the other and the choices hardly interact.
+Candidates are the registered algorithms with default parameters, with their ``variants``, and, if they pipeline chunks,
+with one chunk, because the segments of the executor are a pipeline too. Over several hosts ``hierarchical`` is added
+where it exists, with each algorithm between the hosts. Within the hosts it uses its default first; the other inner
+algorithms are tried with the best outer one only, because the phases run one after the other and the choices hardly
+interact.
 
 The price follows from the cost card of an algorithm (:mod:`.closed_form_load`), so the time to compute it hardly
 depends on the number of ranks. Up to 512 ranks the steps of an algorithm that a user has registered are counted.
@@ -166,13 +167,15 @@ class _Search:
             found += self._priced([("direct", {})])
             if self.only_best and found:  # the backend chooses another schedule only if it is much shorter
                 self.shortest = MUCH_SHORTER * found[0].seconds
-        equal, several = len(set(topology.hosts)) == 1, len(topology.hosts) > 1 < max(topology.hosts)
+        hosts_are_equal = len(set(topology.hosts)) == 1
+        has_two_levels = len(topology.hosts) > 1 and max(topology.hosts) > 1
         flat = []
         for each in self._flat_algorithms():
             if each.name != "direct" or self.collective not in PERSONALIZED:
                 one_chunk = [{"chunks": 1}] if "chunks" in each.parameters else []
                 flat += [(each.name, parameters) for parameters in ({}, *one_chunk, *each.variants)]
-        if several and (self.collective in _WITHIN or (equal and "hierarchical" in algorithms(self.collective))):
+        has_hierarchy = "hierarchical" in algorithms(self.collective)
+        if has_two_levels and (self.collective in _WITHIN or (hosts_are_equal and has_hierarchy)):
             found += self._hierarchies()
         return found + self._priced(flat)
 
@@ -247,7 +250,7 @@ def bound(collective: str, nbytes: float, topology: Topology) -> float:
 def _crossing(collective: str, topology: Topology) -> float:
     """The least that the busiest link must carry, as a fraction of the data: as if each host were one rank.
 
-    In collectives with a block for each rank, a host counts with the number of its ranks.
+    In an all_to_all, gather and scatter, a host counts with the number of its ranks.
     """
     shares = [ranks / topology.size for ranks in topology.hosts]
     if collective == "all_to_all":

@@ -32,9 +32,9 @@ _MOST_RANKS_COUNTED = 512  # of an algorithm that a user has registered
 
 @dataclass(frozen=True, eq=False)
 class Algorithm:
-    """A registered algorithm. ``parameters``: names and defaults, apart from size and root.
+    """A registered algorithm; :func:`algorithm` explains the fields that it sets.
 
-    ``variants``: further parameters that a choice by price considers.
+    ``parameters``: names and defaults, apart from size and root.
 
     ``trusted``: the algorithm runs without a proof; see :mod:`.trust`. ``built_in``: it is one of this package. An
     algorithm that is registered again is a new object, so that caches of the previous one do not apply to it.
@@ -54,19 +54,19 @@ class Algorithm:
     part: Callable[..., Iterator[Step]] | None = None
 
     def __call__(self, size: int, root: int | None = None, **parameters: Any) -> ScheduleData:
-        given = {**self.parameters, **parameters}
+        params = {**self.parameters, **parameters}
         rooted = {"root": root} if self.collective in ROOTED else {}
-        chunks, scratch = self.number_of_chunks(size, given), _count(self.scratch, size, given, default=0)
+        chunks, scratch = self.number_of_chunks(size, params), _count(self.scratch, size, params, default=0)
         same_bits = self.replicas == "same" and self.collective != "barrier"
         own_contract = contract(self.collective, size, chunks, root, scratch, same_bits=same_bits)
-        steps = Steps(functools.partial(self.make, size, **rooted, **given), most_steps(size))
+        steps = Steps(functools.partial(self.make, size, **rooted, **params), most_steps(size))
         part = None if self.part is None or not self.trusted else functools.partial(self.part, size)
         return ScheduleData(
             self.collective, self.name, size, chunks, own_contract, steps, root, tuple(sorted(parameters.items())), part
         )
 
     def number_of_chunks(self, size: int, parameters: Mapping[str, Any]) -> int:
-        return _count(self.chunks, size, parameters, default=1 if self.collective in _WHOLE else size)
+        return _count(self.chunks, size, parameters, default=1 if self.collective in _ONE_CHUNK else size)
 
 
 def load_by_card(registered: Algorithm, hosts: Hosts, parameters: tuple[tuple[str, Any], ...] = ()) -> Load:
@@ -83,28 +83,29 @@ def load_by_card(registered: Algorithm, hosts: Hosts, parameters: tuple[tuple[st
 
 @functools.lru_cache(maxsize=1024)
 def _load_once(_version: int, registered: Algorithm, hosts: Hosts, parameters: tuple[tuple[str, Any], ...]) -> Load:
-    given = {**registered.parameters, **dict(parameters)}
+    params = {**registered.parameters, **dict(parameters)}
     card_load = None if registered.card is None else registered.card.load
-    if registered.built_in and given.get("hosts", ()) is None and len(hosts.ranks) == 1:  # a hierarchy's default hosts
+    if registered.built_in and params.get("hosts", ()) is None and len(hosts.ranks) == 1:  # a hierarchy's default hosts
         ranks = default_ranks_a_host(hosts.size)
         square = Hosts((ranks,) * (hosts.size // ranks), one_machine=True, has_cores=hosts.has_cores)
         return load_by_card(registered, square, (*parameters, ("hosts", square.ranks))).on_one_host(ranks)
-    is_for_others = "hosts" in given and given["hosts"] != hosts.ranks  # made for other hosts than those it runs on
-    if is_for_others if registered.built_in else hosts.size <= _MOST_RANKS_COUNTED:
+    is_for_others = "hosts" in params and params["hosts"] != hosts.ranks  # made for other hosts than those it runs on
+    is_counted = is_for_others if registered.built_in else hosts.size <= _MOST_RANKS_COUNTED
+    if is_counted:
         root = 0 if registered.collective in ROOTED else None
         return count(registered(hosts.size, root, **dict(parameters)), hosts)
     if card_load is None:
         name = f"{registered.collective} {registered.name!r}"
         raise ValueError(f"{name} has no card with a load, and above {_MOST_RANKS_COUNTED} ranks no steps are counted")
-    share = 0.0 if registered.collective == "barrier" else 1 / registered.number_of_chunks(hosts.size, given)
-    given.pop("hosts", None)
-    load = load_of(card_load(hosts, **given), hosts, share)
+    share = 0.0 if registered.collective == "barrier" else 1 / registered.number_of_chunks(hosts.size, params)
+    params.pop("hosts", None)
+    load = load_of(card_load(hosts, **params), hosts, share)
     if not (np.isfinite(load.rows).all() and (load.rows >= 0).all()):
         raise ValueError(f"the card of {registered.collective} {registered.name!r} gives a load that is no count")
     return load
 
 
-_WHOLE = ("barrier", "scan", "exclusive_scan")
+_ONE_CHUNK = ("barrier", "scan", "exclusive_scan")
 _registry: dict[tuple[str, str], Algorithm] = {}
 _changes = 0
 
@@ -160,14 +161,14 @@ def algorithm(
         if not built_in:
             _load()
             _check_not_built_in(*key, "register it under another name, algorithm(..., name=...)")
-        given, trusted = _parameters_of(make, collective), trust or built_in
-        if not all(isinstance(each, Mapping) and {*each} <= {*given} for each in variants):
-            takes = ", ".join(given) or "none"
+        defaults, trusted = _parameters_of(make, collective), trust or built_in
+        if not all(isinstance(each, Mapping) and {*each} <= {*defaults} for each in variants):
+            takes = ", ".join(defaults) or "none"
             raise ValueError(
                 f"{collective} {key[1]!r}: variants={variants!r}: a list of mappings of parameters ({takes})"
             )
         every = tuple(variants)
-        _set(*key, Algorithm(*key, make, chunks, scratch, replicas, card, given, trusted, built_in, every, part))
+        _set(*key, Algorithm(*key, make, chunks, scratch, replicas, card, defaults, trusted, built_in, every, part))
         return make
 
     return register

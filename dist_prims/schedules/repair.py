@@ -34,33 +34,33 @@ _MOST_CHOICES = 10_000  # in the search for disjoint sums; real schedules need a
 class Shortfall:
     """An output chunk that does not hold the demanded sum.
 
-    ``wanted``: the ranks of the demanded sum, as bits; ``held``: the ranks of the piece's sum in the chunk, 0 if it
+    ``demanded``: the ranks of the demanded sum, as bits; ``held``: the ranks of the piece's sum in the chunk, 0 if it
     holds nothing or another piece.
     """
 
     rank: int
     chunk: int
     piece: int
-    wanted: int
+    demanded: int
     held: int
     what: str
 
     def mark(self, step: int) -> Mark:
         """The chunk as it is after the last step."""
-        missing, extra = self.wanted & ~self.held, self.held & ~self.wanted
+        missing, extra = self.demanded & ~self.held, self.held & ~self.demanded
         return Mark(step, self.rank, self.chunk, ranks_of(missing), ranks_of(extra))
 
 
 def diagnose(schedule: ScheduleData, shortfalls: Sequence[Shortfall]) -> ScheduleError:
     """The error for the shortfall that became irreparable first, with the step that caused it."""
-    targets = {(shortfall.piece, shortfall.wanted): shortfall for shortfall in reversed(shortfalls)}  # first of each
+    targets = {(shortfall.piece, shortfall.demanded): shortfall for shortfall in reversed(shortfalls)}  # first of each
     before: State | None = None
     for number, step, state in symbolic_states(schedule):
         if before is not None:
             overwritten = set(before.piece[step.dst, step.into].tolist())
-            for (piece, wanted), target in targets.items():
-                if piece in overwritten and not _can_be_made(state, piece, wanted, schedule.contract.counts_once):
-                    cause, cause_marks = _cause(before, state, step, number, piece, wanted)
+            for (piece, demanded), target in targets.items():
+                if piece in overwritten and not _can_be_made(state, piece, demanded, schedule.contract.counts_once):
+                    cause, cause_marks = _cause(before, state, step, number, piece, demanded)
                     marks = [*cause_marks, *(shortfall.mark(len(schedule.steps) - 1) for shortfall in shortfalls)]
                     return ScheduleError(f"{target.what}. {cause}", number, marks)
         before = State(state.piece.copy(), state.sum.copy(), state.sums)
@@ -78,23 +78,23 @@ def _sums_of(state: State, piece: int) -> NDArray[np.int64]:
     return np.unique(state.sum[(state.piece == piece) & (state.sum != NOTHING)])
 
 
-def _can_be_made(state: State, piece: int, wanted: int, counts_once: bool) -> bool:
+def _can_be_made(state: State, piece: int, demanded: int, counts_once: bool) -> bool:
     held = (state.sums.ranks[number] for number in _sums_of(state, piece).tolist())
-    useful = sorted({ranks for ranks in held if ranks & ~wanted == 0}, key=int.bit_count, reverse=True)
+    useful = sorted({ranks for ranks in held if ranks & ~demanded == 0}, key=int.bit_count, reverse=True)
     if counts_once:
-        return _is_disjoint_union(useful, wanted)
-    return wanted == _union(useful)
+        return _is_disjoint_union(useful, demanded)
+    return demanded == _union(useful)
 
 
 def _union(sets: Iterable[int]) -> int:
     return functools.reduce(operator.or_, sets, 0)
 
 
-def _is_disjoint_union(sets: Sequence[int], wanted: int) -> bool:
-    """Whether ``wanted`` is the union of some disjoint sets; True if the search exceeds ``_MOST_CHOICES``."""
-    if _union(sets) != wanted:
+def _is_disjoint_union(sets: Sequence[int], demanded: int) -> bool:
+    """Whether ``demanded`` is the union of some disjoint sets; True if the search exceeds ``_MOST_CHOICES``."""
+    if _union(sets) != demanded:
         return False
-    unfinished, seen = [wanted], {wanted}  # sets of ranks that are still to be covered
+    unfinished, seen = [demanded], {demanded}  # sets of ranks that are still to be covered
     while unfinished:
         left = unfinished.pop()
         lowest = left & -left  # one of the disjoint sets must contain the lowest rank that is left
@@ -109,19 +109,19 @@ def _is_disjoint_union(sets: Sequence[int], wanted: int) -> bool:
 
 
 def _cause(
-    before: State, after: State, step: Step, number: int, piece: int, wanted: int
+    before: State, after: State, step: Step, number: int, piece: int, demanded: int
 ) -> tuple[str, tuple[Mark, ...]]:
     """The transfer of the step that overwrote the last copy of a needed sum, in words, and the mark of its chunk."""
     left = {after.sums.ranks[number_of_sum] for number_of_sum in _sums_of(after, piece).tolist()}
     for src, dst, _, into, reduce in step.rows():
         value = int(before.sum[dst, into])
         ranks = before.sums.ranks[value] if value != NOTHING and before.piece[dst, into] == piece else 0
-        if ranks and ranks & ~wanted == 0 and ranks not in left:
+        if ranks and ranks & ~demanded == 0 and ranks not in left:
             verb = "adds to" if reduce else "replaces"
             now = after.sums.ranks[int(after.sum[dst, into])] if after.piece[dst, into] == piece else 0
             return (
                 f"It cannot be repaired after step {number}: there the transfer from rank {src} to rank {dst} {verb} "
                 f"the last copy of {names_of(ranks)}, in chunk {into} of rank {dst}",
-                (Mark(number, dst, into, ranks_of(ranks & ~now), ranks_of(now & ~wanted)),),
+                (Mark(number, dst, into, ranks_of(ranks & ~now), ranks_of(now & ~demanded)),),
             )
     return f"It cannot be repaired after step {number}", ()

@@ -141,7 +141,6 @@ class Schedule(ScheduleData):
 
     def _repr_html_(self) -> str | None:
         """The page, for a notebook; None, and so the text, for a schedule too large for a page."""
-
         try:
             return in_notebook(schedule_page(self))
         except ValueError:

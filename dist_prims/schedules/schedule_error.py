@@ -9,7 +9,7 @@ __all__: list[str] = []
 
 
 class Mark(NamedTuple):
-    """A wrong chunk of a rank after a step: the ranks missing from its sum, and those counted twice or not wanted."""
+    """A wrong chunk of a rank after a step: the ranks missing from its sum, and those counted twice or not demanded."""
 
     step: int
     rank: int

@@ -55,7 +55,7 @@ class ShallowTrees(Packing):
         step = np.full((self.size, self.size), np.inf)
         step[pairs.src, pairs.dst] = np.where(outside[pairs.dst], cost, np.inf)
         np.fill_diagonal(step, 0)
-        # 2. best[rank]: the cost to reach a rank in so many levels, over before[level][rank].
+        # 2. best[rank]: the cost to reach a rank in ``level`` levels at most, the last pair from before[-1][rank].
         best, before = np.where(depth == 0, 0, np.inf), list[Ints]()
         for level in itertools.count(1):
             through = best[:, None] + step

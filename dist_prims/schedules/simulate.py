@@ -1,4 +1,4 @@
-"""Simulation of a schedule on NumPy arrays in one process: the output of every rank, without any rank.
+"""Simulation of a schedule in one process: the output of every rank, from NumPy arrays.
 
 It is the simplest executor and the reference for the others: read the whole step, then write it row by row.
 """

@@ -60,7 +60,7 @@ class Step:
         self, src: ArrayLike, dst: ArrayLike, chunk: ArrayLike, reduce: ArrayLike = False, into: ArrayLike | None = None
     ) -> None:
         if isinstance(reduce, bool) and isinstance(src, np.ndarray):
-            reduce = (np.ones if reduce else np.zeros)(src.shape, np.bool_)
+            reduce = (np.ones if reduce else np.zeros)(src.shape, np.bool_)  # a column, so that no conversion follows
         columns: list[Any] = [src, dst, chunk, chunk if into is None else into, reduce]
         if not _are_columns(*columns):
             columns = one_length(*columns)
@@ -207,7 +207,7 @@ def most_steps(size: int) -> int:
 class Phase:
     """A part of a schedule whose steps have chunks that stand for several chunks of the schedule.
 
-    The steps then have fewer rows, and a program is compiled from them sooner. ``make(*given)`` generates the steps;
+    The steps then have fewer rows, and a program is compiled from them sooner. ``make(*args)`` makes the steps;
     each of their chunks stands for ``width`` consecutive chunks of the schedule.
 
     >>> phase = Phase(lambda src: iter([Step(src=src, dst=5, chunk=1)]), (3,), width=2)
@@ -216,11 +216,11 @@ class Phase:
     """
 
     make: Callable[..., Iterator[Step]]
-    given: tuple[Any, ...]
+    args: tuple[Any, ...]
     width: int = 1
 
     def __iter__(self) -> Iterator[Step]:
-        for step in self.make(*self.given):
+        for step in self.make(*self.args):
             yield widened(step, self.width)
 
 
@@ -245,7 +245,7 @@ class Steps(Sequence[Step]):
     """The steps of a schedule, generated again on each iteration, so that they need not be stored.
 
     ``make`` returns an iterator over the steps, or the phases of the schedule. More than ``most`` steps are a
-    ScheduleError: a generator whose loop does not end is found out, whatever reads the steps.
+    ScheduleError, so a generator whose loop does not end raises, whatever reads the steps.
 
     >>> steps = Steps(lambda: (Step(src=i, dst=i + 1, chunk=0) for i in range(3)))
     >>> len(steps), steps[1].rows()
@@ -260,19 +260,19 @@ class Steps(Sequence[Step]):
     @property
     def phases(self) -> Phases:
         """The phases of the schedule; none if it is not composed of phases."""
-        made = self._make()
-        return made if isinstance(made, tuple) else ()
+        steps_or_phases = self._make()
+        return steps_or_phases if isinstance(steps_or_phases, tuple) else ()
 
     def with_width(self) -> Iterator[tuple[Step, int]]:
         """The steps as their phases generate them, and the number of chunks that each of their chunks stands for."""
         if not (phases := self.phases):
             yield from ((step, 1) for step in self)
         for phase in phases:
-            yield from ((step, phase.width) for step in phase.make(*phase.given))
+            yield from ((step, phase.width) for step in phase.make(*phase.args))
 
     def __iter__(self) -> Iterator[Step]:
-        made, length = self._make(), 0
-        for step in itertools.chain.from_iterable(made) if isinstance(made, tuple) else made:
+        generated, length = self._make(), 0
+        for step in itertools.chain.from_iterable(generated) if isinstance(generated, tuple) else generated:
             if length == self._most:
                 hint = "does the loop end? One step may have many transfers"
                 raise ScheduleError(f"there are more than {self._most:,} steps; {hint}")
@@ -301,7 +301,7 @@ class Steps(Sequence[Step]):
 
 @dataclass(frozen=True, eq=False)
 class ScheduleData:
-    """The data of a schedule: what :class:`~.schedule.Schedule`, which adds the methods, documents."""
+    """The fields of a schedule. :class:`~.schedule.Schedule` documents them, and adds the methods."""
 
     collective: str
     algorithm: str

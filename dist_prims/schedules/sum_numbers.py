@@ -22,13 +22,14 @@ class Sums:
     def __init__(self, size: int) -> None:
         self.size = size
         self.ranks = [1 << rank for rank in range(size)]
-        self._sides: list[tuple[int, int, bool]] = []
+        self._additions: list[tuple[int, int, bool]] = []
         self._numbers: dict[tuple[int, int, bool], int] = {}
 
     def add(self, left: Ints, right: Ints, continues: NDArray[np.bool_]) -> Ints:
         """Numbers of the sums left[i] + right[i]."""
         low, high = np.minimum(left, right), np.maximum(left, right)
         left, right = np.where(continues, left, low), np.where(continues, right, high)
+        # Each addition is one integer: left, right (32 bits), continues (1 bit).
         keys, where = np.unique((left << 32 | right) << 1 | continues, return_inverse=True)
         numbers = [self._number(key >> 33, key >> 1 & 0xFFFFFFFF, bool(key & 1)) for key in keys.tolist()]
         return np.array(numbers, np.int64)[where]
@@ -38,7 +39,7 @@ class Sums:
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self.ranks)
-            self._sides.append(key)
+            self._additions.append(key)
             self.ranks.append(self.ranks[left] | self.ranks[right])
         return number
 
@@ -46,10 +47,10 @@ class Sums:
         """The numbers that are added, left to right and rounded once, to form a sum; () for a rank's own data."""
         if number < self.size:
             return ()
-        left, right, continues = self._sides[number - self.size]
+        left, right, continues = self._additions[number - self.size]
         if continues:
             return (*self.addends(left), right)
-        return (right, left) if left < self.size <= right else (left, right)
+        return (right, left) if left < self.size <= right else (left, right)  # a partial sum stands before one rank
 
 
 def ranks_of(bits: int) -> tuple[int, ...]:

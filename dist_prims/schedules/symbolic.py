@@ -80,12 +80,13 @@ def _run(state: State, step: Step, number: int, counts_once: bool) -> None:
     copies = np.flatnonzero(~step.reduce)
     state.piece.flat[target[copies]] = piece[copies]
     state.sum.flat[target[copies]] = value[copies]
-    copied = np.isin(target, target[copies])  # for these chunks, position 0 is a copy, so position 1 adds to it
+    # The first addition to a chunk has position 0, or 1 after a copy. Later ones continue its sum without rounding.
+    is_copied = np.isin(target, target[copies])
     for now in range(int(position.max(initial=-1)) + 1):
         adds = np.flatnonzero(step.reduce & (position == now))
         held, added = state.sum.flat[target[adds]], value[adds]
         _check_addition(state, step.take(adds), number, target[adds], piece[adds], added, counts_once)
-        state.sum.flat[target[adds]] = state.sums.add(held, added, now > copied[adds])
+        state.sum.flat[target[adds]] = state.sums.add(held, added, now > is_copied[adds])
 
 
 def place_in_run(keys: Ints) -> Ints:

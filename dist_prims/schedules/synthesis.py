@@ -46,8 +46,8 @@ __all__: list[str] = []
 COLLECTIVES_FOUND = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 NAME = "synthesized"
 _MOST_TREES, _MOST_WAYS = 1024, 4096  # by default
-_FEW_TREES = 256  # up to so many, long and short trees are tried too
-_LONG, _SHORT, _SHORTEST = 0.2, 3.0, 1000.0  # costs of depth
+_FEW_TREES = 256  # more trees are tried with the lowest cost of depth only
+_LONG, _SHORT, _SHORTEST = 0.2, 3.0, 1000.0  # costs of depth: a high cost makes short trees
 _MORE_LEVELS = (1, 2)  # of the trees of a broadcast, than the farthest rank needs
 _MOST_RANKS_CUT = 64  # the cut of a larger graph takes long
 
@@ -131,6 +131,7 @@ def synthesize(
     search = _Search(graph, collective, root, seed, begin + seconds)
     every: list[Priced] = []
     with contextlib.suppress(TimeoutError):
+        # search.timed() reads ``every`` after search.schedules() has ended.
         for schedule in itertools.chain(search.schedules(chunks), search.timed(every, nbytes)):
             every.append(_priced(schedule, graph, nbytes))
             if progress is not None:
@@ -138,8 +139,8 @@ def synthesize(
     is_cut_short = time.perf_counter() > search.until
     found = min(every, key=_seconds, default=registered)
     found.schedule.verify()
-    left = begin + seconds - time.perf_counter()
-    bound = _bound([collective], graph, root, nbytes, left)
+    seconds_left = begin + seconds - time.perf_counter()
+    bound = _bound([collective], graph, root, nbytes, seconds_left)
     halves = _bound(["reduce_scatter", "all_gather"], graph, root, nbytes) if collective == "all_reduce" else None
     best = min(registered, found, key=_seconds)
     return Synthesis(best, found, registered, bound, halves, time.perf_counter() - begin, is_cut_short)
@@ -154,10 +155,12 @@ def _priced(schedule: Schedule, graph: Graph, nbytes: float) -> Priced:
     return Priced(schedule, segments, seconds)
 
 
-def _bound(collectives: Sequence[str], graph: Graph, root: int, nbytes: float, left: float = 0.0) -> float | None:
+def _bound(
+    collectives: Sequence[str], graph: Graph, root: int, nbytes: float, seconds_left: float = 0.0
+) -> float | None:
     try:
         if collectives[0] == "all_to_all":
-            return nbytes * flow_bound(graph, left)
+            return nbytes * flow_bound(graph, seconds_left)
         return nbytes * float(sum(cut_bound(collective, graph, root) for collective in collectives))
     except (ImportError, TimeoutError):  # networkx and scipy are optional
         return None
@@ -173,21 +176,21 @@ def _registered(collective: str, graph: Graph, root: int) -> Iterator[Schedule]:
                 yield build(collective, each.name, graph.ranks, **rooted, **parameters)
 
 
-def _parameters(each: Algorithm, graph: Graph) -> Iterator[Mapping[str, Any]]:
+def _parameters(registered: Algorithm, graph: Graph) -> Iterator[Mapping[str, Any]]:
     """One chunk, which segments cut, the variants, and every number of equal hosts."""
-    yield from ([{"chunks": 1}] if "chunks" in each.parameters else [])
-    yield from each.variants
-    if "hosts" in each.parameters:
+    yield from ([{"chunks": 1}] if "chunks" in registered.parameters else [])
+    yield from registered.variants
+    if "hosts" in registered.parameters:
         sizes = (ranks for ranks in range(2, graph.ranks) if graph.ranks % ranks == 0)
         yield from ({"hosts": (ranks,) * (graph.ranks // ranks)} for ranks in sizes)
 
 
-def _hierarchies(each: Algorithm, every: Sequence[Algorithm], graph: Graph) -> Iterator[Mapping[str, Any]]:
+def _hierarchies(registered: Algorithm, every: Sequence[Algorithm], graph: Graph) -> Iterator[Mapping[str, Any]]:
     """A hierarchical algorithm on the ranks of each switch as a host, with each algorithm between the hosts."""
-    first = {link.src: link.dst for link in reversed(graph.links)}
-    hosts = tuple(len([*group]) for _, group in itertools.groupby(range(graph.ranks), first.get))
-    fits = len({*hosts}) == 1 or each.collective not in BLOCKS
-    if fits and "outer" in each.parameters and 1 < len(hosts) < graph.ranks:
+    switch_of = {link.src: link.dst for link in reversed(graph.links)}  # the end of the first link of each node
+    hosts = tuple(len([*group]) for _, group in itertools.groupby(range(graph.ranks), switch_of.get))
+    fits = len({*hosts}) == 1 or registered.collective not in BLOCKS
+    if fits and "outer" in registered.parameters and 1 < len(hosts) < graph.ranks:
         outers = (other.name for other in every if other.scratch is None and "hosts" not in other.parameters)
         yield from ({"hosts": hosts, "outer": outer} for outer in outers)
 
@@ -229,7 +232,7 @@ class _Search:
                 64 if self.collective in ROOTED else 16, (_MOST_WAYS if self._has_ways else _MOST_TREES) // number
             )
         counts = {*(4**power for power in range(8) if 4**power < most), max(most, 1)}
-        # Numbers that fill the narrowest cut, or from one root the links between all others, equally.
+        # With multiples of these numbers, the links of the narrowest cut, or between all but one root, fill equally.
         equal = {self._full_trees, self.graph.ranks - 1 if self.collective in ROOTED else 0} - {0}
         counts |= {each for number in equal if number <= most for each in (number, most // number * number)}
         return sorted(counts)

@@ -1,8 +1,8 @@
 """Spanning trees whose pairs have steps, for graphs on which the latency of many segments is too long.
 
 In segments all steps of a schedule run at once, but each tick costs the latency of its messages. Between boxes of GPUs,
-256 MB take 50 such latencies. There a few long steps take less time, if the links are busy in all of them: a chunk that
-is soon where it must be waits for a step in which others leave its links free.
+256 MB take 50 such latencies. There a few long steps take less time, if the links are busy in all of them: a chunk with
+few pairs to go waits for a step in which other chunks leave its links free.
 
 Trees grow here as in :mod:`.trees`, but each link counts once for each step, and a pair takes the step in which it is
 cheapest, after the step that brings the chunk to its source. The lengths of the steps are given: the last is shorter,

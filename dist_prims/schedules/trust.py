@@ -88,7 +88,7 @@ def evaluated(
 def priced(
     price: Callable[[Schedule], T], collective: str, algorithm: str, size: int, /, **parameters: Any
 ) -> T | None:
-    """Call :func:`evaluated` for one of several algorithms; one of this package that raises is left out too."""
+    """Call :func:`evaluated` for a candidate; None, with a warning, also if an algorithm of this package raises."""
     try:
         return evaluated(price, collective, algorithm, size, **parameters)
     except Exception as error:
@@ -156,18 +156,18 @@ def fingerprint(schedule: ScheduleData) -> str:
     An exception of the generator is part of the hash: a rank whose generator raises must still compare its call.
     """
     demands = schedule.contract.total, schedule.contract.same_bits
-    of = hashlib.sha256(repr((schedule.collective, schedule.size, schedule.chunks, schedule.root, *demands)).encode())
+    sha = hashlib.sha256(repr((schedule.collective, schedule.size, schedule.chunks, schedule.root, *demands)).encode())
     try:
         for step in _executed_steps(schedule):
             for column in (step.src, step.dst, step.chunk, step.into, step.reduce):
-                of.update(len(column).to_bytes(8, "little") + column.tobytes())
+                sha.update(len(column).to_bytes(8, "little") + column.tobytes())
     except Exception as error:
-        of.update(type(error).__name__.encode())
-    return of.hexdigest()
+        sha.update(type(error).__name__.encode())
+    return sha.hexdigest()
 
 
 def _executed_steps(schedule: ScheduleData) -> Iterator[Step]:
-    """The steps that the ranks execute: of an algorithm with ``part`` rank by rank."""
+    """The steps that the ranks execute; of an algorithm with ``part``, the rows of each rank, rank after rank."""
     if schedule.part is None:
         yield from schedule.steps
     else:

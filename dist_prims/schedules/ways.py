@@ -33,12 +33,12 @@ class Ways(Packing):
         further[pairs.src, pairs.dst] = cost + self.depth_cost
         best, before = np.full(self.size, np.inf), np.full(self.size, src)
         best[src] = 0
-        left = best.copy()  # of the ranks whose best way is not final
-        while (rank := int(left.argmin())) != dst:
-            left[rank] = np.inf
+        unfinished = best.copy()  # ``best`` of the ranks whose way may still change, else infinite
+        while (rank := int(unfinished.argmin())) != dst:
+            unfinished[rank] = np.inf
             through = best[rank] + further[rank]
             closer = np.flatnonzero(through < best)
-            best[closer] = left[closer] = through[closer]
+            best[closer] = unfinished[closer] = through[closer]
             before[closer] = rank
         way: Tree = []
         while dst != src:
@@ -53,7 +53,7 @@ class Ways(Packing):
 def steps_of_ways(ways: Sequence[Tree], pairs: Pairs, ends: Sequence[tuple[int, int]]) -> tuple[list[Step], int]:
     """The steps in which each chunk goes its way, and the number of scratch chunks of a rank.
 
-    ``ends``: of each way; the ways of the same two ranks follow each other.
+    ``ends``: source and destination of each way; the ways of the same two ranks follow each other.
     """
     size = len(pairs.out_of)
     parts = len(ends) // (size * (size - 1)) if size > 1 else 1
@@ -61,7 +61,7 @@ def steps_of_ways(ways: Sequence[Tree], pairs: Pairs, ends: Sequence[tuple[int, 
     rank = kept // parts
     own = Step(rank, rank, kept, into=chunks + kept)
     rows: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
-    lies = [dst * parts + number % parts for number, (_, dst) in enumerate(ends)]  # the number of each chunk
+    place = [dst * parts + number % parts for number, (_, dst) in enumerate(ends)]  # the chunk number of each chunk now
     used = np.zeros((2, size), np.int64)  # scratch chunks that odd and even steps write, by rank
     for step in range(max(map(len, ways), default=0)):
         written = np.zeros(size, np.int64)
@@ -70,10 +70,10 @@ def steps_of_ways(ways: Sequence[Tree], pairs: Pairs, ends: Sequence[tuple[int, 
                 src, dst = int(pairs.src[way[step]]), int(pairs.dst[way[step]])
                 into = chunks + ends[number][0] * parts + number % parts
                 if step + 1 < len(way):
-                    into = 2 * chunks + 2 * int(written[dst]) + step % 2
+                    into = 2 * chunks + 2 * int(written[dst]) + step % 2  # not a chunk that this step reads
                     written[dst] += 1
-                rows[step].append((src, dst, lies[number], into))
-                lies[number] = into
+                rows[step].append((src, dst, place[number], into))
+                place[number] = into
         used[step % 2] = np.maximum(used[step % 2], written)
     steps = []
     for number in range(len(rows)):

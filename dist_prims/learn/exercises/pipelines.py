@@ -40,7 +40,7 @@ ZERO_BUBBLE = Exercise(
     task="""
 In 1F1B a rank waits for the whole backward of the next one. But only the gradient of the input (B) is needed by the
 rank before; the gradients of the weights (W) can wait. Split each BW into B and W, such that the step takes no longer
-than that of ZB-H1, where F, B and W take equally long, and no rank holds more than ``ranks`` activations (each from
+than a step of ZB-H1, where F, B and W take equally long, and no rank holds more than ``ranks`` activations (each from
 its F until its W). ``python -m dist_prims pipeline 1f1b`` and ``... pipeline zb_h1`` draw both.
 """,
     template="""

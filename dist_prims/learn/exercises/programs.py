@@ -56,7 +56,7 @@ def _check_ring_pass(answer: Answer) -> str:
 DEADLOCK = Exercise(
     title="Repair a deadlock: exchange with both sides",
     task="""
-Ranks are on a line. Each has a value, gives it to the ranks beside it, if there are such, and returns the pair (value
+Ranks are on a line. Each has a value, gives it to the ranks beside it, if they exist, and returns the pair (value
 of rank-1, value of rank+1), with None where there is no rank. The program below hangs. Change the order of its calls.
 """,
     template="""

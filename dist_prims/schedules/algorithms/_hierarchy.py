@@ -80,9 +80,9 @@ def chunks_of_blocks(collective: str) -> Callable[..., int]:
     """For ``@algorithm(chunks=...)`` of an algorithm over blocks: one chunk a rank, after a check of the parameters."""
 
     def chunks(size: int, inner: str, outer: str, hosts: HostSizes) -> int:
-        number, ranks = equal_hosts(size, hosts)
+        num_hosts, ranks = equal_hosts(size, hosts)
         flat_schedule("inner", collective, inner, ranks)  # both calls raise ValueError for a wrong name
-        flat_schedule("outer", collective, outer, number)
+        flat_schedule("outer", collective, outer, num_hosts)
         return size
 
     return chunks
@@ -229,18 +229,19 @@ def _between_hosts_by_blocks(schedule: ScheduleData, ranks: int) -> Iterator[Ste
     yield from map(groups.spread, schedule.steps)
 
 
-def blocks_within_hosts(schedule: ScheduleData, hosts: range, number: int) -> Phase:
-    """The phase within hosts: the small schedule within each of ``hosts``, for the blocks of all ``number`` hosts."""
-    return Phase(_within_hosts_by_blocks, (schedule, hosts, number))
+def blocks_within_hosts(schedule: ScheduleData, hosts: range, num_hosts: int) -> Phase:
+    """The phase within hosts: the small schedule in each of ``hosts``, for the blocks of all ``num_hosts`` hosts."""
+    return Phase(_within_hosts_by_blocks, (schedule, hosts, num_hosts))
 
 
-def _within_hosts_by_blocks(schedule: ScheduleData, hosts: range, number: int) -> Iterator[Step]:
+def _within_hosts_by_blocks(schedule: ScheduleData, hosts: range, num_hosts: int) -> Iterator[Step]:
     first_ranks, place = np.asarray(hosts) * schedule.size, np.arange(schedule.size)
     # A group for every pair of a host, whose ranks communicate, and a host that owns the blocks.
-    host, owner = (axis.ravel() for axis in np.meshgrid(first_ranks, np.arange(number), indexing="ij"))
+    host, owner = (axis.ravel() for axis in np.meshgrid(first_ranks, np.arange(num_hosts), indexing="ij"))
     groups = Groups(host[:, None] + place, owner * schedule.size, 1)
     # The messages of a host are the same for all owners, so they are counted for one group a host.
     hosts_once = Groups(first_ranks[:, None] + place, np.zeros(len(first_ranks), np.int64), 1)
     for step in schedule.steps:
         messages, span = hosts_once.spread(step).narrow
-        yield CountedStep(messages, number if span is None else span * number, functools.partial(groups.spread, step))
+        counts = num_hosts if span is None else span * num_hosts
+        yield CountedStep(messages, counts, functools.partial(groups.spread, step))

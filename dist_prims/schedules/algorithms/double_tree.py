@@ -130,6 +130,7 @@ def _load(hosts: Hosts, chunks: int = CHUNKS, reduce: bool = False) -> Iterator[
         levels = sets_by_level(size, reduce=True)
         top = 1 << (len(levels) - 1)  # the root of the first tree
         second = [[_in_second_tree(move, size) for move in level] for level in levels[:-1]]
+        # The last level is the edge between the root of the tree and place 0.
         second.append(
             [MessageSet(size - top, size - top + 1, top - size) if size % 2 else MessageSet(top + 1, top + 2, -top - 1)]
         )

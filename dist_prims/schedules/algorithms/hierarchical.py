@@ -2,7 +2,8 @@
 
 All-reduce: reduce-scatter within each host, all-reduce between hosts, all-gather within each host.
 
-A flat ring sends most of the data over the slow links between hosts once for each rank. Here the work has three phases:
+In a flat ring of n ranks, the link of a host carries 2(n-1)/n of the data, and each of the 2(n-1) steps waits for it.
+Here, with h hosts, the link carries 2(h-1)/h of the data, in 2(h-1) steps. The work has three phases:
 
 1. The ranks of each host reduce-scatter, so that each holds one share of the host's sum.
 2. The ranks that hold the same share on their hosts all-reduce it; all shares run at once and use all links.
@@ -84,21 +85,21 @@ def all_reduce(size: int, inner: str = "ring", outer: str = "ring", hosts: HostS
     card=replace(BLOCKS, load=_all_gather_load),
 )
 def all_gather(size: int, inner: str = "ring", outer: str = "ring", hosts: HostSizes = None) -> Phases:
-    number, ranks = hierarchy.equal_hosts(size, hosts)
+    num_hosts, ranks = hierarchy.equal_hosts(size, hosts)
     return (
-        hierarchy.blocks_between_hosts(hierarchy.flat_schedule("outer", "all_gather", outer, number), ranks),
+        hierarchy.blocks_between_hosts(hierarchy.flat_schedule("outer", "all_gather", outer, num_hosts), ranks),
         hierarchy.blocks_within_hosts(
-            hierarchy.flat_schedule("inner", "all_gather", inner, ranks), range(number), number
+            hierarchy.flat_schedule("inner", "all_gather", inner, ranks), range(num_hosts), num_hosts
         ),
     )
 
 
 @algorithm("reduce_scatter", name="hierarchical", chunks=hierarchy.chunks_of_blocks("reduce_scatter"), card=BLOCKS)
 def reduce_scatter(size: int, inner: str = "ring", outer: str = "ring", hosts: HostSizes = None) -> Phases:
-    number, ranks = hierarchy.equal_hosts(size, hosts)
+    num_hosts, ranks = hierarchy.equal_hosts(size, hosts)
     return (
         hierarchy.blocks_within_hosts(
-            hierarchy.flat_schedule("inner", "reduce_scatter", inner, ranks), range(number), number
+            hierarchy.flat_schedule("inner", "reduce_scatter", inner, ranks), range(num_hosts), num_hosts
         ),
-        hierarchy.blocks_between_hosts(hierarchy.flat_schedule("outer", "reduce_scatter", outer, number), ranks),
+        hierarchy.blocks_between_hosts(hierarchy.flat_schedule("outer", "reduce_scatter", outer, num_hosts), ranks),
     )

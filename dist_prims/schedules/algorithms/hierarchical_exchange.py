@@ -91,10 +91,10 @@ def _barrier_load(hosts: Hosts, inner: str, outer: str) -> Iterator[LoadItem]:
     ),
 )
 def all_to_all(size: int, inner: str = "pairwise", outer: str = "pairwise", hosts: HostSizes = None) -> Iterator[Step]:
-    number, m = hierarchy.equal_hosts(size, hosts)
+    num_hosts, m = hierarchy.equal_hosts(size, hosts)
     within = hierarchy.flat_schedule("inner", "all_to_all", inner, m)
-    between = hierarchy.flat_schedule("outer", "all_to_all", outer, number)
-    ranks = block = np.arange(size).reshape(number, m)  # [host, place]: a rank, and the chunk of the block for it
+    between = hierarchy.flat_schedule("outer", "all_to_all", outer, num_hosts)
+    ranks = block = np.arange(size).reshape(num_hosts, m)  # [host, place]: a rank, and the chunk of the block for it
     output, collected, scratch = size + block, 2 * size + block, 3 * size
     yield from _spread(within, ranks, _numbers(within, scratch, block, collected))
     yield from _spread(between, ranks.T, _numbers(between, scratch, collected.T, output.T))

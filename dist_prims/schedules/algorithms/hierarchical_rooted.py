@@ -157,12 +157,12 @@ def reduce(size: int, root: int = 0, inner: str = "ring", outer: str = "binomial
 def gather(
     size: int, root: int = 0, inner: str = "binomial", outer: str = "binomial", hosts: HostSizes = None
 ) -> Phases:
-    number, ranks = hierarchy.equal_hosts(size, hosts)
+    num_hosts, ranks = hierarchy.equal_hosts(size, hosts)
     host, place = divmod(root, ranks)
     return (
-        hierarchy.blocks_between_hosts(hierarchy.flat_schedule("outer", "gather", outer, number, host), ranks),
+        hierarchy.blocks_between_hosts(hierarchy.flat_schedule("outer", "gather", outer, num_hosts, host), ranks),
         hierarchy.blocks_within_hosts(
-            hierarchy.flat_schedule("inner", "gather", inner, ranks, place), range(host, host + 1), number
+            hierarchy.flat_schedule("inner", "gather", inner, ranks, place), range(host, host + 1), num_hosts
         ),
     )
 
@@ -176,11 +176,11 @@ def gather(
 def scatter(
     size: int, root: int = 0, inner: str = "binomial", outer: str = "binomial", hosts: HostSizes = None
 ) -> Phases:
-    number, ranks = hierarchy.equal_hosts(size, hosts)
+    num_hosts, ranks = hierarchy.equal_hosts(size, hosts)
     host, place = divmod(root, ranks)
     return (
         hierarchy.blocks_within_hosts(
-            hierarchy.flat_schedule("inner", "scatter", inner, ranks, place), range(host, host + 1), number
+            hierarchy.flat_schedule("inner", "scatter", inner, ranks, place), range(host, host + 1), num_hosts
         ),
-        hierarchy.blocks_between_hosts(hierarchy.flat_schedule("outer", "scatter", outer, number, host), ranks),
+        hierarchy.blocks_between_hosts(hierarchy.flat_schedule("outer", "scatter", outer, num_hosts, host), ranks),
     )

@@ -36,8 +36,9 @@ def _load(hosts: Hosts) -> Iterator[LoadItem]:
     if even:
         yield EqualSteps(1, [exchanged(even, 1, 1 + guest), *to_guest])
     rest = even // 2 - 1
-    other = [*exchanged(even - 2, 1), MessageSet(0, 1, even - 1), MessageSet(even - 1, even, 1 - even)]
-    other = [replace(m, first=m.first + 1, last=m.last + 1) for m in other[:2]] + other[2:]
+    # In steps 1, 3, ...: ranks 1-2, 3-4, ..., and the last rank with rank 0.
+    other = [replace(m, first=m.first + 1, last=m.last + 1) for m in exchanged(even - 2, 1)]
+    other += [MessageSet(0, 1, even - 1), MessageSet(even - 1, even, 1 - even)]
     yield EqualSteps((rest + 1) // 2, [[replace(move, chunks=2 + guest) for move in other], *to_guest])
     yield EqualSteps(rest // 2, [exchanged(even, 1, 2 + guest), *to_guest])
     yield EqualSteps(guest, to_guest)
@@ -80,8 +81,8 @@ def _to_guest(step: int, carrier: int, newest: NDArray[np.int64]) -> Step:
 
 def _own(rank: NDArray[np.int64], peer: NDArray[np.int64], even: int, has_guest: bool) -> Step:
     """Step 0: each rank sends its own chunk, and the carrier sends the guest's chunk too."""
-    guest = [Step(src=even - 1, dst=peer[even - 1], chunk=even)] if has_guest else []
-    return Step.concat([Step(rank, peer, rank), *guest])
+    chunk_of_guest = [Step(src=even - 1, dst=peer[even - 1], chunk=even)] if has_guest else []
+    return Step.concat([Step(rank, peer, rank), *chunk_of_guest])
 
 
 def _pairs(
@@ -91,5 +92,5 @@ def _pairs(
     pairs = WideStep(Step(rank, peer, 2 * newest), 2)  # two consecutive chunks
     if not has_guest:
         return pairs
-    guest = rank[newest == even // 2 - 1]
-    return Step.concat([pairs, Step(guest, peer[guest], even)])
+    senders = rank[newest == even // 2 - 1]  # of the last pair
+    return Step.concat([pairs, Step(senders, peer[senders], even)])

@@ -77,7 +77,7 @@ def _line(ends: NDArray[np.float64], use: float, words: str) -> str:
 
 
 def _places(graph: Graph) -> NDArray[np.float64]:
-    """The centre of each node: a switch is between its neighbours, and switches with the same ones form a circle."""
+    """The centre of each node: a switch is between its neighbours; switches with the same neighbours form a circle."""
     angle = 2 * np.pi * np.arange(graph.ranks) / graph.ranks - np.pi / 2
     places = np.zeros((len(graph.nodes), 2))
     places[: graph.ranks] = np.stack([np.cos(angle), np.sin(angle)], axis=1)

@@ -48,7 +48,7 @@ class NamedBuffers:
 
     def __init__(self, collective: str, size: int, chunks: int, in_place: bool, scratch: Sequence[int]) -> None:
         self.collective, self.size, self.chunks, self.in_place = collective, size, chunks, in_place
-        if size < 1 or chunks < 1 or chunks % size * (collective != "all_reduce"):
+        if size < 1 or chunks < 1 or (collective != "all_reduce" and chunks % size):
             raise ValueError(f"{chunks} chunks cannot be shared by {size} ranks")
         block = chunks // size
         self.lengths = {"i": chunks, "o": chunks}
@@ -56,12 +56,13 @@ class NamedBuffers:
             self.lengths["i" if collective == "all_gather" else "o"] = block
         self.scratch = tuple(scratch)
         self._block = block
-        self._output = 2 * chunks if collective == "all_to_all" else chunks  # the first number after the data
-        self._scratch = self._output + (0 if in_place or collective == "all_to_all" else self.lengths["o"])
-        self._values = self._scratch + max(self.scratch)
+        # The first chunk numbers of an output that is not in the data, of the scratch, and of values in flight.
+        self._first_output = 2 * chunks if collective == "all_to_all" else chunks
+        self._first_scratch = self._first_output + (0 if in_place or collective == "all_to_all" else self.lengths["o"])
+        self._first_value = self._first_scratch + max(self.scratch)
         self._number_of_values = [0] * size
-        if min(self.scratch) < 0 or size * self._values > MOST_CHUNKS:
-            raise ValueError(f"{size} ranks with {self._values} chunks each are more than {MOST_CHUNKS:,} chunks")
+        if min(self.scratch) < 0 or size * self._first_value > MOST_CHUNKS:
+            raise ValueError(f"{size} ranks with {self._first_value} chunks each are more than {MOST_CHUNKS:,} chunks")
 
     def chunk(self, rank: int, buffer: str, index: int) -> int:
         """The chunk number of ``buffer[index]``; ValueError if the buffer ends before it."""
@@ -69,25 +70,25 @@ class NamedBuffers:
         if not 0 <= index < length:
             raise ValueError(f"{buffer}[{index}] does not exist on rank {rank}: the buffer has {length} chunks")
         if buffer == "s":
-            return self._scratch + index
+            return self._first_scratch + index
         if buffer == "o" and not self.in_place:
-            return index + (self.chunks if self.collective == "all_to_all" else self._output)
+            return index + (self.chunks if self.collective == "all_to_all" else self._first_output)
         own = {"all_gather": "i", "reduce_scatter": "o"}.get(self.collective)
         return rank * self._block + index if buffer == own else index
 
     def value(self, rank: int) -> int:
         """A new chunk number of a rank, for a value in flight that no buffer holds."""
         self._number_of_values[rank] += 1
-        return self._values + self._number_of_values[rank] - 1
+        return self._first_value + self._number_of_values[rank] - 1
 
     def name(self, rank: int, chunk: int) -> str:
         """The buffer and index of a chunk number, as ``o[3]``."""
-        if chunk >= self._values:
+        if chunk >= self._first_value:
             return "a value in flight"
-        if chunk >= self._scratch:
-            return f"s[{chunk - self._scratch}]"
-        if chunk >= self._output:
-            return f"o[{chunk - self._output}]"
+        if chunk >= self._first_scratch:
+            return f"s[{chunk - self._first_scratch}]"
+        if chunk >= self._first_output:
+            return f"o[{chunk - self._first_output}]"
         if self.collective == "all_to_all" and chunk >= self.chunks:
             return f"o[{chunk - self.chunks}]"
         if self.collective != "all_gather":
@@ -108,7 +109,7 @@ class NamedBuffers:
     def schedule(self, name: str, steps: Steps, *, same_bits: bool) -> ScheduleData:
         """The schedule of steps on these chunk numbers."""
         data = 2 * self.chunks if self.collective == "all_to_all" else self.chunks
-        scratch = self._values + max(self._number_of_values) - data
+        scratch = self._first_value + max(self._number_of_values) - data
         own = contract(self.collective, self.size, self.chunks, None, scratch, same_bits=same_bits)
         return ScheduleData(self.collective, name, self.size, self.chunks, own, steps)
 

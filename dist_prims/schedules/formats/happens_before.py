@@ -4,13 +4,12 @@ MSCCL and MSCCL++ run thread blocks that wait for each other where the file says
 operations. An edge says that one operation *happens before* another: its reads and writes are complete. Three checks
 make a schedule of it, and the last one is the proof of every schedule:
 
-1. No deadlock: there is no circle of operations that wait for each other.
+1. No deadlock: there is no cycle of operations that wait for each other.
 2. No race: of two operations that access one chunk, one of them writing, one happens before the other. Then the result
    is the same in every order that the graph allows.
 3. The operations are placed in steps, each as early as the graph allows, and the steps are proved.
 
-What the steps lose is the asynchrony: a price adds up the slowest transfers of each step, where real thread blocks run
-ahead.
+The steps lose the asynchrony: a price adds up the slowest transfers of each step, but real thread blocks run ahead.
 """
 
 from __future__ import annotations
@@ -102,12 +101,12 @@ class OperationGraph:
         for number, earlier in enumerate(waits):
             for each in earlier:
                 wakes[each].append(number)
-        left = [len(earlier) for earlier in waits]
-        done = [number for number, count in enumerate(left) if not count]
+        unmet = [len(earlier) for earlier in waits]
+        done = [number for number, count in enumerate(unmet) if not count]
         for number in done:  # the list grows while it is read
             for each in wakes[number]:
-                left[each] -= 1
-                if not left[each]:
+                unmet[each] -= 1
+                if not unmet[each]:
                     done.append(each)
         if len(done) < len(waits):
             self._raise_deadlock(waits, set(done))
@@ -119,8 +118,8 @@ class OperationGraph:
         while number not in path:
             path.append(number)
             number = min(waits[number] - done)
-        circle = [self.operations[each].name for each in [*path[path.index(number) :], number]]
-        raise ScheduleError(f"deadlock: {circle[0]} waits for {', which waits for '.join(circle[1:])}")
+        cycle = [self.operations[each].name for each in [*path[path.index(number) :], number]]
+        raise ScheduleError(f"deadlock: {cycle[0]} waits for {', which waits for '.join(cycle[1:])}")
 
     def check_races(self) -> None:
         """Raise ScheduleError for two accesses of one chunk in no order, of which one is a write."""
@@ -158,15 +157,15 @@ class OperationGraph:
         self.check_races()
         levels = self._levels()
         steps = self._steps(levels)
-        made = Steps(lambda: iter(steps), most_steps(self.buffers.size))
-        schedule = self.buffers.schedule(name, made, same_bits=False)
+        all_steps = Steps(lambda: iter(steps), most_steps(self.buffers.size))
+        schedule = self.buffers.schedule(name, all_steps, same_bits=False)
         if error := error_of(schedule):
             text = re.sub(
-                r"chunk (\d+) of rank (\d+)", lambda found: self._name(int(found[2]), int(found[1])), str(error)
+                r"chunk (\d+) of rank (\d+)", lambda match: self._name(int(match[2]), int(match[1])), str(error)
             )
             details = [self._writer(levels, mark) for mark in error.marks[:1]]
             raise ScheduleError("; ".join([text, *details]), error.step, error.marks) from error
-        replicas = self.buffers.schedule(name, made, same_bits=True)
+        replicas = self.buffers.schedule(name, all_steps, same_bits=True)
         return schedule if error_of(replicas) else replicas
 
     def _levels(self) -> list[int]:
@@ -181,6 +180,7 @@ class OperationGraph:
         return levels
 
     def _end(self, levels: Sequence[int], number: int) -> int:
+        """The first step after an operation: the next one, or the same step if the operation moves no data."""
         return levels[number] + bool(self.operations[number].rows)
 
     def _steps(self, levels: Sequence[int]) -> list[Step]:

@@ -2,8 +2,8 @@
 
 A GPU has thread blocks that run their steps in order. A thread block sends to one peer and receives from one peer on
 one channel; what one GPU sends to another on a channel arrives in the order of the sends. ``depid`` and ``deps`` name
-a thread block and a step of it that must be done first. Its flag is set by steps with ``hasdep`` only, but for nop, so
-the wait ends with the first such step from ``deps`` on.
+a thread block and a step of it that must be done first. Only steps with ``hasdep``, other than nop, announce that they
+are done, so the wait ends with the first such step from ``deps`` on.
 
     type   meaning                                                            type   meaning
     s      send src                                                           cpy    dst = src
@@ -31,7 +31,7 @@ from .happens_before import Operation, OperationGraph, Place, TransferRow
 __all__: list[str] = []
 
 _TYPES = ("s", "r", "rcs", "rrc", "rrs", "rrcs", "cpy", "re", "nop")
-# The chunks that a connection holds before they are received: half of the 8 slots of NCCL are one chunk of Simple.
+# The chunks that a connection holds before they are received: a chunk of Simple takes 4 of the 8 slots of NCCL.
 _SLOTS = {"Simple": 2, "LL": 8, "LL128": 8}
 _REMEDY = "let the later one depend on the earlier one (depid and deps, and hasdep of the earlier one)"
 
@@ -109,7 +109,7 @@ def _awaited_step(element: ElementTree.Element, flags: Sequence[bool], name: str
 
 
 def _check_fusion(before: ElementTree.Element | None, element: ElementTree.Element) -> None:
-    """Refuse a sum that a runtime would do with the sum before it, and with the count of one of them for both."""
+    """Refuse two successive sums with one destination and different counts: a runtime does both with one count."""
     if before is None or {_text(before, "type"), _text(element, "type")} != {"re"}:
         return
     is_fused = all(_text(before, name) == _text(element, name) for name in ("srcbuf", "dstbuf"))

@@ -18,7 +18,7 @@ __all__: list[str] = []
 
 _SLOTS = 2  # the chunks of Simple that a connection holds
 Block = tuple[int, int]  # a thread block: the peer that it sends to and the peer that it receives from, -1 for none
-Step = tuple[Block, int]  # an operation: its thread block, and its place in it
+OperationId = tuple[Block, int]  # an operation: its thread block, and its place in it
 Transfer = tuple[int, int, int, int, bool]  # a row of a step: src, dst, chunk, into, reduce
 
 
@@ -31,7 +31,7 @@ class _Operation:
     src: int
     dst: int
     count: int
-    after: list[Step]
+    after: list[OperationId]
     has_dependents: bool = False
 
 
@@ -40,8 +40,8 @@ class _Rank:
     """The thread blocks of a rank, and the last accesses of each of its chunks."""
 
     blocks: dict[Block, list[_Operation]] = field(default_factory=lambda: defaultdict(list))
-    writer: dict[int, Step] = field(default_factory=dict)  # by chunk, the last operation that writes it
-    readers: dict[int, list[Step]] = field(default_factory=lambda: defaultdict(list))  # and the reads since then
+    writer: dict[int, OperationId] = field(default_factory=dict)  # by chunk, the last operation that writes it
+    readers: dict[int, list[OperationId]] = field(default_factory=lambda: defaultdict(list))  # and the reads since then
     done: dict[tuple[Block, Block], int] = field(default_factory=dict)  # what a block knows to be done in another
 
     def add(self, block: Block, kind: str, src: int, dst: int, count: int = 1) -> None:
@@ -79,7 +79,7 @@ class _Writer:
         self.schedule, self.places = schedule, places(schedule)
         self.ranks = [_Rank() for _ in range(schedule.size)]
         self.scratch = schedule.contract.total
-        self.values = 0  # the most copies of a step for local transfers
+        self.most_copies = 0  # of a step, for its local transfers
 
     def add_step(self, rows: Sequence[Transfer]) -> None:
         """Add the transfers of a step: on each rank first its sends, then what it receives and moves locally."""
@@ -98,22 +98,22 @@ class _Writer:
         """Add what a rank receives and moves locally in a step; each transfer with its number of chunks."""
         # 1. Copy chunks that a local transfer reads and the step overwrites.
         written = {into + each for (_, _, _, into, _), count in transfers for each in range(count)}
-        source: dict[int, int] = {}
+        copy_of: dict[int, int] = {}
         for (src, dst, chunk, into, reduce), count in transfers:
             if src == dst and (reduce or chunk != into):
                 for each in range(chunk, chunk + count):
-                    if each in written and each not in source:
-                        source[each] = self.scratch + len(source)
-                        self.ranks[rank].add((-1, -1), "cpy", each, source[each])
-        self.values = max(self.values, len(source))
+                    if each in written and each not in copy_of:
+                        copy_of[each] = self.scratch + len(copy_of)
+                        self.ranks[rank].add((-1, -1), "cpy", each, copy_of[each])
+        self.most_copies = max(self.most_copies, len(copy_of))
         # 2. Write, row by row.
         for (src, dst, chunk, into, reduce), count in transfers:
             if src != dst:
                 self.ranks[rank].add((-1, src), "rrc" if reduce else "r", into, into, count)
             elif reduce or chunk != into:
                 for each in range(count):
-                    taken = source.get(chunk + each, chunk + each)
-                    self.ranks[rank].add((-1, -1), "re" if reduce else "cpy", taken, into + each)
+                    source = copy_of.get(chunk + each, chunk + each)
+                    self.ranks[rank].add((-1, -1), "re" if reduce else "cpy", source, into + each)
 
     def text(self) -> str:
         schedule = self.schedule
@@ -127,7 +127,7 @@ class _Writer:
             gpu = ElementTree.SubElement(root, "gpu", id=str(rank))
             gpu.set("i_chunks", str(inputs))
             gpu.set("o_chunks", str(outputs))
-            gpu.set("s_chunks", str(self.scratch + self.values - schedule.data_chunks))
+            gpu.set("s_chunks", str(self.scratch + self.most_copies - schedule.data_chunks))
             numbers = {key: number for number, key in enumerate(sorted(blocks))}
             for (send, receive), number in numbers.items():
                 tb = ElementTree.SubElement(gpu, "tb", id=str(number), send=str(send), recv=str(receive), chan="0")

@@ -112,13 +112,13 @@ class _Block:
         return kind, *self.reader.channel(self.rank, kind, element(ids, index, f"{kind} channel"))
 
     def _signal_or_wait(self, kind: str, channel: tuple[str, int, int, int], thread: int, name: str) -> None:
-        by, rank, peer, number = channel
-        relaxed = kind.startswith("rlx") and by == "memory"  # a proxy knows no relaxed signals
+        channel_type, rank, peer, number = channel
+        relaxed = kind.startswith("rlx") and channel_type == "memory"  # a proxy knows no relaxed signals
         if kind.endswith("wait"):
-            self.reader.waits[by, peer, rank, number].append((self._control(name, thread), relaxed))
+            self.reader.waits[channel_type, peer, rank, number].append((self._control(name, thread), relaxed))
         elif kind == "flush":
             self._control(name, thread, [self.reader.proxies[channel]] if channel in self.reader.proxies else [])
-        elif by == "port":
+        elif channel_type == "port":
             self._proxy(channel, self._control(name, thread), Operation(name), signals=True)
         else:
             self.reader.signals[channel].append((self._control(name, thread), relaxed))
@@ -194,6 +194,7 @@ class _Block:
             elif len(self._scratch(each)) < len(each):
                 raise ValueError("packets are in the buffer s only")
         last = []
+        # Each packet is an operation of its own; without packets all chunks together are one.
         for part in [[at] for at in range(len(sources[0]))] if has_packets else [range(len(sources[0]))]:
             src, dst = ([[places[at] for at in part] for places in each] for each in (sources, targets))
             if sums and has_packets:

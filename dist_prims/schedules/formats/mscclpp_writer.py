@@ -37,7 +37,7 @@ class _Rank:
         self.slots = 0  # scratch that transfers use
 
     def begin_step(self, operations: int) -> None:
-        """Go on in another thread block if this one has no place for so many operations."""
+        """Go on in another thread block if this one has no place for ``operations`` operations more."""
         if len(self.blocks[-1]) + operations + 1 > _MOST_OPERATIONS:
             barrier = {"name": "barrier", "barrier_id": len(self.blocks) - 1, "num_threadblocks": 2}
             self.blocks[-1].append(barrier)
@@ -88,9 +88,9 @@ class _Writer:
         for number, rank in enumerate(self.ranks):
             targets = sorted({dst for src, dst, *_ in rows if src == number != dst})
             sources = sorted({src for src, dst, *_ in rows if dst == number != src})
-            control = rank.control("signal", targets), rank.control("wait", sources)
+            signals, waits = rank.control("signal", targets), rank.control("wait", sources)
             first, last = before.get(number, []), after.get(number, [])
-            operations = [*first, _NOP, *control[0], *control[1], _NOP, *last, _NOP]
+            operations = [*first, _NOP, *signals, *waits, _NOP, *last, _NOP]
             if first or last:
                 rank.begin_step(len(operations))
                 rank.add(*operations)

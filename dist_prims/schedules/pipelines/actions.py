@@ -63,8 +63,8 @@ class PlanData:
         own = Action("F", stage, micro)
         if stage == self.stages - 1:
             return (own,)
-        behind = Action("BW", stage + 1, micro)
-        return own, behind if behind in self.places else Action("B", stage + 1, micro)
+        whole_backward = Action("BW", stage + 1, micro)
+        return own, (whole_backward if whole_backward in self.places else Action("B", stage + 1, micro))
 
     @cached_property
     def places(self) -> dict[Action, tuple[int, int]]:

@@ -83,7 +83,7 @@ def price(
     weight_grad: Seconds = 1.0,
     transfer: float = 0.0,
 ) -> PipelineCost:
-    """The cost of a plan, from the seconds of F, B and W; BW takes the sum of B and W. ``transfer``: see above."""
+    """The cost of a plan, from the seconds of F, B, W (BW takes as long as B and W) and of the transfer of a result."""
     seconds = _durations(plan, forward, input_grad, weight_grad)
     if not (math.isfinite(transfer) and transfer >= 0):
         raise ValueError(f"cost of plan {plan.name}: transfer={transfer} must be a finite number of seconds >= 0")

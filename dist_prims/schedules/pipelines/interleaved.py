@@ -33,10 +33,10 @@ CARD = PipelineCard(
 @pipeline_schedule("interleaved_1f1b", CARD, stages_a_rank=2, any_more=True)
 def interleaved(rank: int, ranks: int, num_microbatches: int, stages_a_rank: int) -> Iterator[Action]:
     rounds = _rounds(ranks, num_microbatches)
-    turns = [(chunk * ranks + rank, each) for each in rounds for chunk in range(stages_a_rank)]
-    turns_back = [(chunk * ranks + rank, each) for each in rounds for chunk in reversed(range(stages_a_rank))]
-    forwards = [Action("F", stage, micro) for stage, each in turns for micro in each]
-    backwards = [Action("BW", stage, micro) for stage, each in turns_back for micro in each]
+    turns = [(chunk * ranks + rank, micros) for micros in rounds for chunk in range(stages_a_rank)]
+    turns_back = [(chunk * ranks + rank, micros) for micros in rounds for chunk in reversed(range(stages_a_rank))]
+    forwards = [Action("F", stage, micro) for stage, micros in turns for micro in micros]
+    backwards = [Action("BW", stage, micro) for stage, micros in turns_back for micro in micros]
     # Two forwards for each rank behind this one. One would give the same bubble only if messages took no time.
     ahead = min(2 * (ranks - 1 - rank) + (stages_a_rank - 1) * len(rounds[0]), len(forwards))
     yield from forwards[:ahead]

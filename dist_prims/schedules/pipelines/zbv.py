@@ -44,15 +44,15 @@ def zbv(rank: int, ranks: int, num_microbatches: int, stages_a_rank: int) -> Ite
 def _turns(rank: int, ranks: int, num_microbatches: int) -> Iterator[tuple[str, int]]:
     """Kind and stage of each action; for each kind and stage the micro-batches come in order."""
     down, up = rank, 2 * ranks - 1 - rank
-    behind = ranks - rank
+    ranks_from_here = ranks - rank
     more = num_microbatches - (2 * ranks - 1 - rank)  # forwards of the first stage left when the pipeline is full
-    yield from [("F", down)] * (2 * behind - 1)
+    yield from [("F", down)] * (2 * ranks_from_here - 1)  # until micro-batch 0 comes up again
     yield from [("F", up), ("F", down)] * rank
-    yield from [("F", up), ("B", up), ("W", up)] * behind
+    yield from [("F", up), ("B", up), ("W", up)] * ranks_from_here
     for turn in range(num_microbatches - ranks):
         yield from [("F", down)] * (turn < more)
         yield from [("B", down), ("W", down), ("F", up), ("B", up), ("W", up)]
     yield from [("B", down), ("B", up)] * rank
-    yield from [("B", down), ("W", down)] * behind
+    yield from [("B", down), ("W", down)] * ranks_from_here
     yield from [("W", up)] * rank
     yield from [("W", down)] * rank

@@ -37,15 +37,15 @@ CARD = PipelineCard(
 def zb_h1(rank: int, ranks: int, num_microbatches: int, stages_a_rank: int) -> Iterator[Action]:
     ahead = min(ranks - 1 - rank, num_microbatches)
     last = num_microbatches - ahead - 1  # the backward that the last forward precedes
-    weights = 0
+    done = 0  # the W actions so far
     for micro in range(ahead):
         yield Action("F", rank, micro)
     for micro in range(num_microbatches):
         if micro <= last:
             yield Action("F", rank, ahead + micro)
         yield Action("B", rank, micro)
-        if not num_microbatches - ranks <= micro < last:
-            yield Action("W", rank, weights)
-            weights += 1
-    for micro in range(weights, num_microbatches):
+        if not num_microbatches - ranks <= micro < last:  # in between, W waits until the last forward is done
+            yield Action("W", rank, done)
+            done += 1
+    for micro in range(done, num_microbatches):
         yield Action("W", rank, micro)
