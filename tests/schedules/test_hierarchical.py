@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from dist_prims.schedules import COLLECTIVES, Schedule, Step, algorithms, build
+from dist_prims.schedules.algorithms._hierarchy import Groups
 from dist_prims.schedules.contract import contract
 from dist_prims.schedules.host_order import HostOrder
 from dist_prims.schedules.program import compile_program
 from dist_prims.schedules.recommend import recommend
-from dist_prims.schedules.steps import Steps
+from dist_prims.schedules.steps import CountedStep, Steps
 from dist_prims.schedules.topology import Level, Topology
 
 CLUSTER = Level(2e-6, 1e-10), Level(30e-6, 1e-9), 1e-10
@@ -35,6 +36,21 @@ def test_ranks_that_are_not_consecutive_change_no_limit_of_steps() -> None:
     """Large groups with one message a step had more steps than the limit once their ranks were renumbered."""
     renumbered = HostOrder.of(["a", "b", "a", "b"]).build("all_to_all", "hierarchical")
     assert renumbered.steps._most == hierarchical("all_to_all", (2, 2)).steps._most > 100_000
+
+
+def test_the_rows_of_a_small_step_are_computed_when_they_are_read() -> None:
+    """A price needs the messages only, but each small step computed a row for each of its chunks all the same."""
+    computed: list[Step] = []
+
+    def rows() -> Step:
+        computed.append(Step(src=0, dst=1, chunk=[0, 1]))
+        return computed[-1]
+
+    groups = Groups(np.array([[0, 1], [2, 3]]), np.array([0, 2]), 1)
+    spread = groups.spread(CountedStep(Step(src=0, dst=1, chunk=0), 2, rows))
+    assert (len(spread), len(spread.narrow[0]), len(computed)) == (4, 2, 0)
+    assert [row[:3] for row in spread.rows()] == [(0, 1, 0), (0, 1, 1), (2, 3, 2), (2, 3, 3)]
+    assert len(computed) == 1
 
 
 @pytest.mark.sampled(4)

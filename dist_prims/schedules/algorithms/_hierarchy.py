@@ -147,8 +147,7 @@ class Groups:
         spread = Step(src, dst, chunk, reduce, into)
         if span is None:
             return spread
-        every_row = Step(step.src, step.dst, step.chunk, step.reduce, step.into)
-        return CountedStep(spread, np.tile(span, len(self.ranks)), lambda: self.spread(every_row))
+        return CountedStep(spread, np.tile(span, len(self.ranks)), lambda: self.spread(step.take(slice(None))))
 
     def _columns(self, step: Step) -> list[NDArray[Any]]:
         """src, dst and reduce for all groups. Consecutive steps of a ring, for example, differ in their chunks only.
