@@ -127,7 +127,7 @@ def zigzag(size: int, distance: int, chunks: float = 1) -> list[MessageSet]:
     """Every even rank sends ``distance`` (odd) ranks up, every odd rank as far down, modulo ``size`` (even)."""
     up = distance % size
     senders = ((0, size - up, up), (size - up + 1, size, up - size), (1, up, size - up), (up, size, -up))
-    return [MessageSet(first, last, shift, 1, 2, chunks) for first, last, shift in senders if first < last]
+    return [MessageSet(first, last, shift, stride=2, chunks=chunks) for first, last, shift in senders if first < last]
 
 
 class EqualSteps(NamedTuple):

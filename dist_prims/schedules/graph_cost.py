@@ -58,7 +58,7 @@ class LinkLoads:
             total += float((self.latencies[sent] + busy[self.routes[sent]].max(axis=1)).max(initial=0))
         return total
 
-    def busiest(self, nbytes: float) -> float:
+    def seconds_of_busiest_link(self, nbytes: float) -> float:
         """The seconds in which the busiest link carries its load of all steps, without latency."""
         return float((self.loads.sum(axis=0) * nbytes / self.bandwidth).max(initial=0))
 

@@ -282,7 +282,7 @@ class _Search:
     def timed(self, every: Sequence[Priced], nbytes: float) -> Iterator[Schedule]:
         """Few steps of given lengths (:mod:`.timed_trees`), where they can take less time than many segments."""
         best, chunks = min(every, key=_seconds), every[-1].schedule.chunks
-        busy = link_loads(best.schedule, self.graph).busiest(nbytes)
+        busy = link_loads(best.schedule, self.graph).seconds_of_busiest_link(nbytes)
         has_every_pair = len(self._pairs.src) == self.graph.ranks * (self.graph.ranks - 1)
         if self._has_ways or not has_every_pair or chunks > _FEW_TREES or not 1.01 * busy < best.seconds < 2 * busy:
             return

@@ -69,10 +69,10 @@ def evaluated(
     of the process names its algorithms: a call that does not name an algorithm must not fail because of it. Every rank
     proves for itself and comes to the same result, so that no rank waits for another.
     """
-    users = _users_algorithms(collective, algorithm, parameters)
-    if not users:
+    user_algorithms = _users_algorithms(collective, algorithm, parameters)
+    if not user_algorithms:
         return evaluate(build_shared(collective, algorithm, size, **parameters))
-    is_proved = all(each.trusted for each in users)
+    is_proved = all(each.trusted for each in user_algorithms)
     if not is_proved and size > MOST_RANKS:
         return None
     try:
@@ -81,7 +81,7 @@ def evaluated(
             return evaluate(schedule)
     except Exception as error:
         problem = _text(error)
-    _warn_once(users, lookup(collective, algorithm), size, problem)
+    _warn_once(user_algorithms, lookup(collective, algorithm), size, problem)
     return None
 
 
@@ -100,14 +100,14 @@ def priced(
 _warned: weakref.WeakSet[Algorithm] = weakref.WeakSet()
 
 
-def _warn_once(users: list[Algorithm], whole: Algorithm, size: int, problem: str) -> None:
-    if all(each in _warned for each in users):
+def _warn_once(left_out: list[Algorithm], whole: Algorithm, size: int, problem: str) -> None:
+    if all(each in _warned for each in left_out):
         return
-    _warned.update(users)
-    names = " and ".join(f"{each.collective} {each.name!r}" for each in users)
-    part = "" if whole in users else f", as a part of {whole.name!r},"
+    _warned.update(left_out)
+    names = " and ".join(f"{each.collective} {each.name!r}" for each in left_out)
+    part = "" if whole in left_out else f", as a part of {whole.name!r},"
     warnings.warn(
-        f"{names} for {size} ranks{part} is not chosen automatically: {problem}. {_advice(users)}",
+        f"{names} for {size} ranks{part} is not chosen automatically: {problem}. {_advice(left_out)}",
         stacklevel=3,
     )
 
@@ -118,8 +118,8 @@ def _advice(left_out: list[Algorithm]) -> str:
     return f"Correct it, or {_remedy(left_out)}"
 
 
-def _remedy(users: list[Algorithm]) -> str:
-    calls = (f"dist_prims.schedules.unregister({each.collective!r}, {each.name!r})" for each in users)
+def _remedy(user_algorithms: list[Algorithm]) -> str:
+    calls = (f"dist_prims.schedules.unregister({each.collective!r}, {each.name!r})" for each in user_algorithms)
     return f"unregister it ({' and '.join(calls)})"
 
 

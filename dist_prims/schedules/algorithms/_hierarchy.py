@@ -119,7 +119,8 @@ def load_between_hosts(collective: str, outer: str, hosts: Hosts, rank: float, l
     # a + b - gcd(a, b) is the number of messages from all ranks of the one host to the other host.
     pairs = [*itertools.product(set(hosts.ranks), repeat=2)]
     messages = max(-(-(place + 1) * b // a) - place * b // a for a, b in pairs for place in range(a))
-    return small.scaled(rank, link, max(a + b - math.gcd(a, b) for a, b in pairs), messages)
+    machine = max(a + b - math.gcd(a, b) for a, b in pairs)
+    return small.scaled(rank=rank, link=link, machine=machine, messages=messages)
 
 
 class Groups:

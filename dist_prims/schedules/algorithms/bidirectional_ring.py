@@ -27,7 +27,7 @@ def _load(hosts: Hosts) -> Iterator[LoadItem]:
     size = hosts.size
     for reduce in (True, False):
         both = [shifted(size, distance, reduce=reduce) for distance in (1, -1)]
-        yield EqualSteps(size - 1, both if size > 2 else [shifted(size, 1, 2, reduce)])
+        yield EqualSteps(size - 1, both if size > 2 else [shifted(size, 1, chunks=2, reduce=reduce)])
 
 
 @algorithm(

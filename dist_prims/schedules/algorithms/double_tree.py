@@ -144,7 +144,7 @@ def _load(hosts: Hosts, chunks: int = CHUNKS, reduce: bool = False) -> Iterator[
         parts.append(EqualSteps(2 * chunks, [all_edges]))
         yield from reversed(parts) if reduce else parts
     if size > 1:
-        yield Busiest(2 * chunks, 2 * chunks, 2 * chunks * reduce)
+        yield Busiest(messages=2 * chunks, chunks=2 * chunks, reduced=2 * chunks * reduce)
 
 
 CARD = Card(

@@ -45,8 +45,8 @@ def _all_reduce_load(hosts: Hosts) -> Iterator[LoadItem]:
     size, p = hosts.size, floor_pow2(hosts.size)
     far = halves(p)
     yield EqualSteps(int(size > p), [[MessageSet(p, size, -p, chunks=p, reduce=True)]])
-    yield from (EqualSteps(1, [exchanged(p, distance, distance, reduce=True)]) for distance in far)
-    yield from (EqualSteps(1, [exchanged(p, distance, distance)]) for distance in reversed(far))
+    yield from (EqualSteps(1, [exchanged(p, distance, chunks=distance, reduce=True)]) for distance in far)
+    yield from (EqualSteps(1, [exchanged(p, distance, chunks=distance)]) for distance in reversed(far))
     yield EqualSteps(int(size > p), [[MessageSet(0, size - p, p, chunks=p)]])
 
 

@@ -43,18 +43,18 @@ __all__: list[str] = []
 
 def _all_reduce_load(hosts: Hosts, inner: str, outer: str) -> Iterator[LoadItem]:
     yield hierarchy.load_within_hosts("reduce_scatter", inner, hosts)
-    yield hierarchy.load_between_hosts("all_reduce", outer, hosts, 1 / min(hosts.ranks), 1)
+    yield hierarchy.load_between_hosts("all_reduce", outer, hosts, rank=1 / min(hosts.ranks), link=1)
     yield hierarchy.load_within_hosts("all_gather", inner, hosts)
 
 
 def _all_gather_load(hosts: Hosts, inner: str, outer: str) -> Iterator[LoadItem]:
-    yield hierarchy.load_between_hosts("all_gather", outer, hosts, 1 / hosts.ranks[0], 1)
+    yield hierarchy.load_between_hosts("all_gather", outer, hosts, rank=1 / hosts.ranks[0], link=1)
     yield hierarchy.load_within_hosts("all_gather", inner, hosts)
 
 
 def _reduce_scatter_load(hosts: Hosts, inner: str, outer: str) -> Iterator[LoadItem]:
     yield hierarchy.load_within_hosts("reduce_scatter", inner, hosts)
-    yield hierarchy.load_between_hosts("reduce_scatter", outer, hosts, 1 / hosts.ranks[0], 1)
+    yield hierarchy.load_between_hosts("reduce_scatter", outer, hosts, rank=1 / hosts.ranks[0], link=1)
 
 
 M = {"m": default_ranks_a_host}

@@ -68,12 +68,12 @@ def _rows(step: Step, ranks: Ints, numbers: Ints) -> Step:
 
 def _all_to_all_load(hosts: Hosts, inner: str, outer: str) -> Iterator[LoadItem]:
     yield hierarchy.load_within_hosts("all_to_all", inner, hosts)
-    yield hierarchy.load_between_hosts("all_to_all", outer, hosts, 1, hosts.ranks[0])
+    yield hierarchy.load_between_hosts("all_to_all", outer, hosts, rank=1, link=hosts.ranks[0])
 
 
 def _barrier_load(hosts: Hosts, inner: str, outer: str) -> Iterator[LoadItem]:
     yield hierarchy.load_within_hosts("barrier", inner, hosts)
-    yield hierarchy.load_between_hosts("barrier", outer, hosts, 1, 1)
+    yield hierarchy.load_between_hosts("barrier", outer, hosts, rank=1, link=1)
 
 
 @algorithm(

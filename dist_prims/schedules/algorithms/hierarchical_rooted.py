@@ -77,24 +77,24 @@ def _steps_on_one_host(schedule: ScheduleData, first_rank: int) -> Iterator[Step
 
 def _broadcast_load(hosts: Hosts, inner: str, outer: str) -> Iterator[LoadItem]:
     yield hierarchy.load_within_hosts("scatter", "binomial", hosts, every=False)
-    yield hierarchy.load_between_hosts("broadcast", outer, hosts, 1 / min(hosts.ranks), 1)
+    yield hierarchy.load_between_hosts("broadcast", outer, hosts, rank=1 / min(hosts.ranks), link=1)
     yield hierarchy.load_within_hosts("all_gather", inner, hosts)
 
 
 def _reduce_load(hosts: Hosts, inner: str, outer: str) -> Iterator[LoadItem]:
     yield hierarchy.load_within_hosts("reduce_scatter", inner, hosts)
-    yield hierarchy.load_between_hosts("reduce", outer, hosts, 1 / min(hosts.ranks), 1)
+    yield hierarchy.load_between_hosts("reduce", outer, hosts, rank=1 / min(hosts.ranks), link=1)
     yield hierarchy.load_within_hosts("gather", "binomial", hosts, every=False)
 
 
 def _gather_load(hosts: Hosts, inner: str, outer: str) -> Iterator[LoadItem]:
-    yield hierarchy.load_between_hosts("gather", outer, hosts, 1 / hosts.ranks[0], 1)
+    yield hierarchy.load_between_hosts("gather", outer, hosts, rank=1 / hosts.ranks[0], link=1)
     yield hierarchy.load_within_hosts("gather", inner, hosts, every=False)
 
 
 def _scatter_load(hosts: Hosts, inner: str, outer: str) -> Iterator[LoadItem]:
     yield hierarchy.load_within_hosts("scatter", inner, hosts, every=False)
-    yield hierarchy.load_between_hosts("scatter", outer, hosts, 1 / hosts.ranks[0], 1)
+    yield hierarchy.load_between_hosts("scatter", outer, hosts, rank=1 / hosts.ranks[0], link=1)
 
 
 _broadcast_chunks = hierarchy.chunks_of_units(("all_gather",), "broadcast")

@@ -66,7 +66,7 @@ def _chain_load(hosts: Hosts, chunks: int = CHUNKS, reduce: bool = False) -> Ite
             yield EqualSteps(between, [[within]])
             yield EqualSteps(crossing, [[across]])
         yield EqualSteps(others - len(crossings) * between, [[within]])
-    yield Busiest(chunks, chunks, chunks * reduce, chunks)
+    yield Busiest(messages=chunks, chunks=chunks, reduced=chunks * reduce, link=chunks)
 
 
 CHAIN = Card(

@@ -60,7 +60,7 @@ def _load(hosts: Hosts) -> Iterator[LoadItem]:
     surplus, places = hosts.size - p, np.arange(p)
     rank = places + np.minimum(places, surplus)
     if surplus:
-        odd = MessageSet(1, 2 * surplus, -1, 1, 2, p // 2, reduce=True)
+        odd = MessageSet(1, 2 * surplus, -1, stride=2, chunks=p // 2, reduce=True)
         yield EqualSteps(1, [[odd, replace(odd, first=0, shift=1)]])
         yield EqualSteps(1, [[replace(odd, reduce=False)]])
     for distance in halves(p):

@@ -104,7 +104,7 @@ def sets_by_level(size: int, reduce: bool) -> list[list[MessageSet]]:
         low, last = 1 << step, size - (1 << step)
         last_to_the_right = last - 1 - (last - 1 - low) % (4 * low) if last > low else low - 4 * low
         odd_one = last_to_the_right + 4 * low
-        level = [MessageSet(low, last, low, 1, 4 * low), MessageSet(3 * low, size, -low, 1, 4 * low)]
+        level = [MessageSet(low, last, low, stride=4 * low), MessageSet(3 * low, size, -low, stride=4 * low)]
         level += [MessageSet(odd_one, odd_one + 1, -low)] if odd_one < size else []
         levels.append([replace(move, reduce=True) if reduce else move.backwards() for move in level])
     return levels
@@ -126,7 +126,7 @@ def _double_tree_sets_by_level(size: int, reduce: bool) -> list[list[MessageSet]
 def _load(hosts: Hosts, chunks: int = CHUNKS, trees: int = 1) -> Iterator[LoadItem]:
     size = hosts.size
     sent = min(size - 1, 3) if trees == 1 else min(size, 4) * (size > 1)  # messages of the busiest rank for each chunk
-    yield Busiest(sent * chunks, sent * chunks, min(size - 1, 2) * chunks)
+    yield Busiest(messages=sent * chunks, chunks=sent * chunks, reduced=min(size - 1, 2) * chunks)
     if size <= FEW_RANKS:
         yield from (tree if trees == 1 else double_tree)(size, chunks)
         return

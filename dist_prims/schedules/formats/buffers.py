@@ -117,7 +117,7 @@ class NamedBuffers:
 def named_lengths(schedule: ScheduleData) -> tuple[str, int, int]:
     """What both formats call the collective of a schedule, and the chunks of the buffers i and o of a rank."""
     name = next(name for name, collective in COLLECTIVES.items() if collective == schedule.collective)
-    lengths = NamedBuffers(schedule.collective, schedule.size, schedule.chunks, True, [0]).lengths
+    lengths = NamedBuffers(schedule.collective, schedule.size, schedule.chunks, in_place=True, scratch=[0]).lengths
     return name, lengths["i"], lengths["o"]
 
 

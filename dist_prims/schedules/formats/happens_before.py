@@ -125,7 +125,8 @@ class OperationGraph:
         """Raise ScheduleError for two accesses of one chunk in no order, of which one is a write."""
         before = self.happens_before()
         last_write: dict[Place, int] = {}
-        readers: dict[Place, list[int]] = defaultdict(list)
+        readers: dict[Place, list[int]] = defaultdict(list)  # since the last write
+        # Accesses before the last write of a chunk need no check: that write has been compared with them.
         for number in self._sorted():
             operation = self.operations[number]
             for place in operation.reads:
@@ -142,6 +143,7 @@ class OperationGraph:
             return
         first, second = self.operations[earlier], self.operations[later]
         verbs = ["write" if place in each.writes else "read" for each in (first, second)]
+        # In a race with the start or end of a rank, only the other operation is a part of the algorithm.
         for number, (one, boundary) in enumerate(((first, second), (second, first))):
             if boundary.is_boundary:
                 when = f"{'before' if 'start' in boundary.name else 'after'} {boundary.name}"

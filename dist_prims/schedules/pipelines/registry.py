@@ -56,7 +56,7 @@ class PipelineCard:
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """A registered pipeline schedule; calling it makes a plan."""
+    """A registered pipeline schedule; calling it makes a plan. :func:`pipeline_schedule` explains the fields."""
 
     name: str
     order: Order
