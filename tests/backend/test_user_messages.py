@@ -11,15 +11,18 @@ import threading
 import time
 from collections import Counter
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import press_ctrl_c_soon, span, store
+from torch._C._distributed_c10d import FakeProcessGroup
 from transports import require
 from values import equal
 
-from dist_prims.errors import CommTimeoutError, MismatchError, PeerDiedError, PeerLeftError
+from dist_prims.backend import create
+from dist_prims.errors import CommError, CommTimeoutError, MismatchError, PeerDiedError, PeerLeftError
 from dist_prims.launch import RankFailedError
 
 SIZES = (0, 1, 7, 1000, 20_000, 500_000)  # elements
@@ -304,3 +307,34 @@ def test_destroyed_with_messages_in_flight() -> None:
                 work.wait()
 
     span("a b", body)
+
+
+def test_batches_of_cpu_messages_in_a_group_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch coalesces a batch where the group has NCCL, whose place a backend of torch that sends nothing has here.
+
+    Past bug: the Works of the messages were lost, so a receive was not awaited.
+    """
+
+    def body() -> None:
+        fake = FakeProcessGroup._create_internal(dist.get_rank(), 2)
+        monkeypatch.setattr(create, "_nccl", lambda store, rank, size, timeout: fake)
+        group: Any = dist.new_group()
+        assert group._get_backend(torch.device("cpu")).supports_coalescing
+        rank = dist.get_rank()
+        if rank == 1:
+            time.sleep(0.3)  # the receive of rank 0 is unfinished when its batch returns
+        received = torch.zeros(100_000)
+        operations = [
+            dist.P2POp(dist.isend, torch.full((100_000,), float(rank)), 1 - rank, group),
+            dist.P2POp(dist.irecv, received, 1 - rank, group),
+        ]
+        (work,) = dist.batch_isend_irecv(operations)
+        assert work.wait()
+        assert received.eq(1 - rank).all()
+        (work,) = dist.batch_isend_irecv([dist.P2POp(dist.irecv, received, 1 - rank, group)])
+        group.abort()
+        with pytest.raises(CommError):
+            work.wait()
+        assert work.exception() is not None
+
+    span("a a", body)

@@ -199,7 +199,7 @@ WorkPtr PrimsBackend::run_or_enqueue(std::vector<CollectiveCall> calls, const Ca
         queue_->run(job, [&] { check_while_waiting(waiting); });
         if (work->exception()) std::rethrow_exception(work->exception());
     }
-    return work;
+    return coalesced(work);
 }
 
 void PrimsBackend::run_calls(const std::vector<CollectiveCall>& calls, Milliseconds timeout, std::uint64_t entry) {

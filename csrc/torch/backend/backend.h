@@ -117,9 +117,11 @@ public:
     bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
     at::Tensor allocateTensor(long size, at::TensorOptions options) override;
     std::shared_ptr<c10::Allocator> getMemAllocator() override { return shared_tensor_allocator(); }
+    // Coalescing is for NCCL. torch cannot restrict it to CUDA tensors, so calls of other tensors may come between the
+    // two functions: they start at once, and endCoalescing() returns a Work for them, too.
     bool supportsCoalescing() const override { return setup_->nccl != nullptr; }
-    void startCoalescing() override { setup_->nccl ? setup_->nccl->startCoalescing() : Backend::startCoalescing(); }
-    WorkPtr endCoalescing() override { return setup_->nccl ? setup_->nccl->endCoalescing() : Backend::endCoalescing(); }
+    void startCoalescing() override;
+    WorkPtr endCoalescing() override;
 
     bool supportsSplitting() const override { return true; }
     // Makes a group of these ranks of this group, in this order. Returns null on the other ranks, which need not call
@@ -223,6 +225,8 @@ private:
     // The backend for the device of these tensors, which must be the same; null if this backend serves it.
     c10d::Backend* other_backend(const Tensors& tensors);
     c10d::Backend* other_backend_for_message(const Tensors& tensors, int tag);
+    // Returns the work; endCoalescing() returns it, too, if startCoalescing() has been called before.
+    WorkPtr coalesced(WorkPtr work);
 
     // Reserves the queue for a call that this thread runs, if the queue is idle and `wanted`; otherwise returns null.
     // The destructor of the result ends the reservation.
@@ -252,6 +256,9 @@ private:
     std::shared_ptr<Execution> execution_;
     std::shared_ptr<Queue> queue_;
     std::atomic<std::uint64_t> incrementals_{0}, windows_{0};  // how many have been made
+
+    std::mutex coalesced_guard_;
+    std::optional<std::vector<WorkPtr>> coalesced_;  // from startCoalescing() to endCoalescing()
 
     std::uint64_t group_number_ = 0;  // the number of groups that reconfigure() has made for this object
     std::set<std::int64_t> used_uuids_;

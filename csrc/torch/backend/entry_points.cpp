@@ -315,7 +315,32 @@ WorkPtr PrimsBackend::check_and_start_message(c10d::OpType type, const char* tit
     TORCH_CHECK_VALUE(type == c10d::OpType::RECVANYSOURCE || (peer >= 0 && peer < size_), title, ": rank ", peer,
                       " is not in a group of ", size_, " ranks");
     if (type != c10d::OpType::SEND) must_be_distinct(title, tensor);
-    return start_message({type, title, options_->timeout, true}, tensors, peer, static_cast<std::uint32_t>(tag));
+    return coalesced(
+        start_message({type, title, options_->timeout, true}, tensors, peer, static_cast<std::uint32_t>(tag)));
+}
+
+void PrimsBackend::startCoalescing() {
+    if (!setup_->nccl) return Backend::startCoalescing();  // throws
+    setup_->nccl->startCoalescing();
+    const std::lock_guard lock(coalesced_guard_);
+    coalesced_.emplace();
+}
+
+WorkPtr PrimsBackend::endCoalescing() {
+    if (!setup_->nccl) return Backend::endCoalescing();  // throws
+    WorkPtr of_nccl = setup_->nccl->endCoalescing();     // null without calls of CUDA tensors
+    const std::lock_guard lock(coalesced_guard_);
+    std::vector<WorkPtr> works = std::exchange(coalesced_, std::nullopt).value_or(std::vector<WorkPtr>());
+    if (works.empty()) return of_nccl;
+    if (of_nccl) works.push_back(std::move(of_nccl));
+    return c10::make_intrusive<CoalescedWork>(std::move(works));
+}
+
+WorkPtr PrimsBackend::coalesced(WorkPtr work) {
+    if (!setup_->nccl) return work;
+    const std::lock_guard lock(coalesced_guard_);
+    if (coalesced_) coalesced_->push_back(work);
+    return work;
 }
 
 WorkPtr PrimsBackend::all_reduce_incremental(const at::Tensor& tensor,

@@ -1,5 +1,7 @@
 #include "work.h"
 
+#include <algorithm>
+
 #include "../../common/thread.h"
 #include "../../common/trace.h"
 
@@ -115,6 +117,25 @@ c10::intrusive_ptr<c10::ivalue::Future> DoneWork::getFuture() {
     auto future = new_future(lists_);
     future->markCompleted(future_value(outputs_, lists_));
     return future;
+}
+
+bool CoalescedWork::isCompleted() {
+    return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isCompleted(); });
+}
+
+bool CoalescedWork::isSuccess() const {
+    return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isSuccess(); });
+}
+
+std::exception_ptr CoalescedWork::exception() const {
+    for (const auto& work : works_)
+        if (const auto error = work->exception()) return error;
+    return nullptr;
+}
+
+bool CoalescedWork::wait(std::chrono::milliseconds timeout) {
+    for (const auto& work : works_) work->wait(timeout);
+    return true;
 }
 
 }  // namespace dist_prims

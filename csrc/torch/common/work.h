@@ -1,4 +1,5 @@
-// The Work that a call returns to torch: PrimsWork while the call may still run, DoneWork for a call that is done.
+// The Work that a call returns to torch: PrimsWork while the call may still run, DoneWork for a call that is done,
+// CoalescedWork for several calls.
 #pragma once
 
 #include <ATen/core/grad_mode.h>
@@ -80,6 +81,22 @@ private:
     const std::vector<at::Tensor> outputs_;
     const std::uint64_t sequence_;
     const std::size_t lists_;
+};
+
+// The Work of several calls.
+class CoalescedWork : public c10d::Work {
+public:
+    explicit CoalescedWork(std::vector<c10::intrusive_ptr<c10d::Work>> works) : works_(std::move(works)) {}
+
+    bool isCompleted() override;
+    bool isSuccess() const override;
+    std::exception_ptr exception() const override;
+    // Waits for each of the works as long as `timeout`.
+    bool wait(std::chrono::milliseconds timeout) override;
+    void synchronize() override { wait(kNoTimeout); }
+
+private:
+    const std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
 // The current stream of this thread for the device of the tensors, which is the device of the first one. None for the
