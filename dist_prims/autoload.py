@@ -11,8 +11,11 @@ name. So both entry points exist, and the second call does nothing.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -69,12 +72,30 @@ def default_backend(announces: bool = True) -> str:
 
 def _create(options: Any, given: Any) -> Any:
     """Create the backend of a group for torch; see ``backend/create.py``."""
-    from .backend.create import make_for_torch
-    from .backend.origin import Repairs
-    from .repair import reconfigure_handle, reconfigured_backend, shrink_backend  # they must need no descriptor later
+    with _without_collections():
+        from .backend.create import make_for_torch
+        from .backend.origin import Repairs
+
+        # Repairs must need no descriptor later.
+        from .repair import reconfigure_handle, reconfigured_backend, shrink_backend
 
     stand_in.warn_of_ignite()
     return make_for_torch(options, given, Repairs(shrink_backend, reconfigure_handle, reconfigured_backend))
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Pause the garbage collector while modules are imported, whose many objects would start collections.
+
+    A full collection visits all objects of torch, and would take as long as the imports.
+    """
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def _register_rendezvous_handlers() -> None:

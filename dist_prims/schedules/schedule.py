@@ -15,12 +15,8 @@ import numpy as np
 
 from ..units import check_bytes
 from .cost import Cost, lower_bound, price, seconds
-from .draw import write_loads, write_svg
-from .file import read_schedule, write_schedule
 from .graph import Graph
 from .graph_cost import link_loads
-from .html.document import in_notebook, write_html
-from .html.schedule_data import schedule_page
 from .order import Order, order
 from .proof import verify
 from .simulate import simulate
@@ -105,6 +101,8 @@ class Schedule(ScheduleData):
 
         ``topology``: a graph, to draw how long each of its links works instead of the steps.
         """
+        from .draw import write_loads, write_svg
+
         return write_svg(self, path, animate) if topology is None else write_loads(self, topology, path)
 
     def html(self, path: str | Path) -> Path:
@@ -112,6 +110,9 @@ class Schedule(ScheduleData):
 
         The page of a schedule that is wrong opens at the first wrong step.
         """
+        from .html.document import write_html
+        from .html.schedule_data import schedule_page
+
         return write_html(schedule_page(self), path)
 
     def save(self, path: str | Path, format: str | None = None) -> Path:
@@ -120,6 +121,8 @@ class Schedule(ScheduleData):
         ``format``: ``"msccl"`` writes an MSCCL algorithm as XML instead, ``"mscclpp"`` an execution plan of MSCCL++ as
         JSON; ValueError for a collective that they lack, and for a file that :meth:`load` would refuse.
         """
+        from .file import write_schedule
+
         return write_schedule(self, path, format)
 
     @staticmethod
@@ -137,10 +140,15 @@ class Schedule(ScheduleData):
         >>> build("all_reduce", "from a file", size=3).verify()
         >>> unregister("all_reduce", "from a file")
         """
+        from .file import read_schedule
+
         return Schedule.of(read_schedule(path))
 
     def _repr_html_(self) -> str | None:
         """The page, for a notebook; None, and so the text, for a schedule too large for a page."""
+        from .html.document import in_notebook
+        from .html.schedule_data import schedule_page
+
         try:
             return in_notebook(schedule_page(self))
         except ValueError:

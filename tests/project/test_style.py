@@ -97,6 +97,7 @@ LATE_IMPORTS = {
     "cli/trace.py": _START,
     "schedules/cut_bound.py": "networkx is optional, and slow to import",
     "schedules/flow_bound.py": "SciPy is optional",
+    "schedules/schedule.py": "each rank of a group imports it, and few programs need its pictures, pages and files",
     "launch/payload.py": "cloudpickle is slow to import, and rarely needed",
     "ops.py": "the compiler of torch is loaded where a graph is compiled",
     "rendezvous/mpi_exchange.py": "mpi4py is optional",
