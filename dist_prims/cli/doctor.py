@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import resource
 import socket
 from collections.abc import Iterator
@@ -80,7 +81,8 @@ def _hosts(launcher: Launcher) -> str:
         return "1"
     if launcher.name == "srun":
         return ", ".join(expand_nodelist(os.environ["SLURM_STEP_NODELIST"]))
-    local_size = next((os.environ[name] for name in _LOCAL_SIZES if name in os.environ), None)
+    local_sizes = (os.environ.get(name, "") for name in _LOCAL_SIZES)
+    local_size = next((size for size in local_sizes if re.fullmatch("[1-9][0-9]*", size)), None)
     if local_size is None or launcher.size is None:
         return "known after the rendezvous of the ranks"
     return f"{local_size} of {launcher.size} ranks are on this host"

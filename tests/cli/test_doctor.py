@@ -43,6 +43,8 @@ def test_the_doctor_reports_what_is_here() -> None:
         (SLURM, "hosts", "n08, n09$"),
         ({**TORCH, "LOCAL_WORLD_SIZE": "2"}, "hosts", "2 of 4 ranks are on this host$"),
         (TORCH, "hosts", "known after the rendezvous of the ranks$"),
+        ({**TORCH, "LOCAL_WORLD_SIZE": "0"}, "hosts", "known after the rendezvous of the ranks$"),
+        ({**TORCH, "LOCAL_WORLD_SIZE": "two", "PMI_LOCAL_SIZE": "2"}, "hosts", "2 of 4 ranks are on this host$"),
         ({}, "authentication", "one rank needs none; spawn provides a secret"),
         (TORCH, "authentication", "none: the ranks are not authenticated; give all ranks the same DIST_PRIMS_SECRET"),
         (
