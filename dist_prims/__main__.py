@@ -1,4 +1,4 @@
-"""``python -m dist_prims``: show, prove, list and recommend algorithms; ``doctor`` reports what this machine has."""
+"""``python -m dist_prims``: show, prove and recommend algorithms; ``doctor`` reports what this machine has."""
 
 import sys
 

@@ -28,7 +28,7 @@ from .torch_compat import all_gather_single, message_device
 __all__: list[str] = []
 
 T = TypeVar("T")
-_LENGTH, _FITS = 8, 504  # bytes of a row of gather_values: the length of a value, and of a short value
+_LENGTH, _FITS = 8, 504  # bytes of a row of gather_values: the length of a text, and the text as far as it fits
 
 
 def check_same(text: str, remedy: str, group: dist.ProcessGroup | None, failure: Exception | None = None) -> None:
@@ -118,8 +118,8 @@ def gather_values(
 
 def broadcast_value(value: T, source: int, group: dist.ProcessGroup | None) -> T:
     """The ``value`` of rank ``source`` of the group, on every rank; see :func:`gather_values`."""
-    here = dist.get_rank(group) == source
-    text, failure = _text_or_failure(value) if here else ("", None)
+    is_source = dist.get_rank(group) == source
+    text, failure = _text_or_failure(value) if is_source else ("", None)
     device = message_device(group)
     length = torch.tensor([len(text)], device=device)
     dist.broadcast(length, group=group, group_src=source)
@@ -144,9 +144,9 @@ def _gather_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
     data, device = text.encode("ascii"), message_device(group)
     # 1. Each rank sends the length of its text, and as much of the text as fits.
     row = _bytes_of(len(data).to_bytes(_LENGTH, "little") + data[:_FITS], _LENGTH + _FITS, device)
-    first, work = gather_rows(row, group)
+    gathered, work = gather_rows(row, group)
     work.wait()
-    rows = [bytes(row) for row in first.tolist()]
+    rows = [bytes(row) for row in gathered.tolist()]
     lengths = [int.from_bytes(row[:_LENGTH], "little") for row in rows]
     if max(lengths) <= _FITS:
         return [row[_LENGTH : _LENGTH + length].decode() for row, length in zip(rows, lengths, strict=True)]

@@ -70,17 +70,17 @@ def default_backend(announces: bool = True) -> str:
     return f"cpu:{cpu},cuda:nccl" if torch.cuda.device_count() else cpu
 
 
-def _create(options: Any, given: Any) -> Any:
-    """Create the backend of a group for torch; see ``backend/create.py``."""
+def _create(description: Any, options: Any) -> Any:
+    """Create the backend of a group for torch. See ``backend/create.py``, also for the arguments."""
     with _without_collections():
         from .backend.create import make_for_torch
         from .backend.origin import Repairs
 
-        # Repairs must need no descriptor later.
+        # Now, since an import needs descriptors, which a repair may lack.
         from .repair import reconfigure_handle, reconfigured_backend, shrink_backend
 
     stand_in.warn_of_ignite()
-    return make_for_torch(options, given, Repairs(shrink_backend, reconfigure_handle, reconfigured_backend))
+    return make_for_torch(description, options, Repairs(shrink_backend, reconfigure_handle, reconfigured_backend))
 
 
 @contextlib.contextmanager

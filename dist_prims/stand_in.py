@@ -56,7 +56,7 @@ def own_name(backend: str | None) -> str:
 
 
 def warn_of_ignite() -> None:
-    """Warn that Ignite trains on a group of this backend without averaging gradients, because it knows three names."""
+    """Warn that Ignite averages no gradients on a group of this backend: it does so for nccl, gloo and mpi only."""
     if "ignite.distributed" in sys.modules and not _is_installed:
         warnings.warn(
             f"Ignite does not know the backend {NAME!r}: its auto_model() returns the model without "

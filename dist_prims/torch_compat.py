@@ -75,7 +75,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def message_device(group: dist.ProcessGroup | None) -> torch.device:
-    """The device of small messages in a group: the processor, if the group has a backend for it.
+    """The device of small messages in a group: the CPU, if the group has a backend for it.
 
     >>> message_device(None)
     device(type='cpu')

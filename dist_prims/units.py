@@ -1,7 +1,7 @@
 """Quantities with units as text: parsers and formatters of sizes (100M), link speeds (25G) and durations (10us).
 
-Sizes of data are in units of 1024 bytes, as everywhere in this package. Link speeds are in bits a second with decimal
-prefixes, as vendors give them: 25G is 3.125 GB/s.
+Sizes of data have prefixes of powers of 1024, as everywhere in this package: 1K is 1024 bytes. Link speeds are in bits
+a second with decimal prefixes, as vendors give them: 25G is 3.125 GB/s.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class _InGroup(nn.Module):
 
 
 class CausalSelfAttention(_InGroup):
-    """Every token attends to itself and those before it; (batch, tokens, width) to the same.
+    """Every token attends to itself and the tokens before it; input and output are (batch, tokens, width).
 
     - ``width``: the features of a token. ``heads``: of the queries; they divide ``width``.
     - ``kv_heads``: of keys and values, which several heads of queries share; by default as many as ``heads``.
@@ -92,7 +92,7 @@ class CausalSelfAttention(_InGroup):
 class GPT(_InGroup):
     """Tokens (batch, tokens) to the logits of the next ones.
 
-    - ``vocabulary``: the number of different tokens. ``context``: of tokens of the longest whole sequence.
+    - ``vocabulary``: the number of different tokens. ``context``: the tokens of the longest sequence, over all ranks.
     - ``layers``: of attention, each with ``width``, ``heads``, ``kv_heads``, ``attention``, ``group`` and ``order`` as
       :class:`CausalSelfAttention` has them.
 

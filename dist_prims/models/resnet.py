@@ -50,7 +50,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A convolution of 3 x 3 on a quarter of the channels, beside a shortcut; it is the one that takes the stride.
+    """A convolution of 3 x 3 on a quarter of the channels, with the stride, beside a shortcut.
 
     >>> Bottleneck(256, 128, stride=2)(torch.ones(1, 256, 8, 8)).shape
     torch.Size([1, 512, 4, 4])
@@ -83,7 +83,7 @@ class ResNet(nn.Module):
 
     - ``block``: of each of the four layers. ``depths``: the number of blocks of each layer.
     - ``num_classes``: of logits. ``in_channels``: of an image.
-    - ``small_images``: the first convolution does not make the image smaller: for 8 x 8 to 64 x 64.
+    - ``small_images``: the stem (first convolution, no pooling) keeps the size of images, such as 8 x 8 to 64 x 64.
 
     >>> ResNet(BasicBlock, (1, 1, 1, 1), num_classes=3, small_images=True)(torch.ones(2, 3, 8, 8)).shape
     torch.Size([2, 3])

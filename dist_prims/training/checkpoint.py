@@ -330,7 +330,7 @@ def _mark(tensor: torch.Tensor) -> int:
     if isinstance(tensor, DTensor):
         return 0
     data = tensor.contiguous().flatten().view(torch.uint8)
-    if len(data) % 8 or data.data_ptr() % 8:
+    if len(data) % 8 or data.data_ptr() % 8:  # a padded copy, also of data that only lies at an odd address
         data = nn.functional.pad(data, (0, -len(data) % 8 or 8))
     return int(data.view(torch.int64).sum())
 

@@ -33,7 +33,7 @@ def duplicate(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
 
 
 def ranks_of(group: dist.ProcessGroup) -> list[int] | None:
-    """Its ranks, by their numbers in the world; None if ``torch.distributed`` does not know the group."""
+    """The ranks of a group, by their numbers in the world; None if ``torch.distributed`` does not know the group."""
     return dist.get_process_group_ranks(group) if knows_group(group) else None
 
 

@@ -221,10 +221,10 @@ class ReplicatedState:
     def _gather_positions(
         self, group: dist.ProcessGroup, is_repeated: bool, has_position: bool
     ) -> list[dict[str, dict[str, Any]]]:
-        """The positions in the streams, of each rank that has one. The position in a stream is each rank's own.
+        """The positions in the streams of all ranks with ``has_position``: each rank has its own position in a stream.
 
-        A rank that repeats the step has the positions from before it, and one that takes the state after the step has
-        computed it: its positions are right as they are.
+        A rank that repeats the step sends its positions from before the step. A rank that has computed the step, and
+        takes the state after it from another rank, sends its present positions: they are behind the step already.
         """
         if not self._streams:
             return []

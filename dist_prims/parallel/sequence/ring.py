@@ -94,15 +94,17 @@ class _Attention(torch.autograd.Function):
         grad = grad.contiguous()
         of_q = torch.zeros_like(q, dtype=wide(q))
         of_block = k.new_zeros(k.numel() + v.numel(), dtype=wide(k))
-        spare: Tensor | None = None
+        spare: Tensor | None = None  # the buffer of the last hop, whose data was sent: the next hop receives into it
         behind: Hop | None = None  # the transfer of the gradients of the current block
         for pieces, keys, values in _blocks(ctx.call, ctx.layout, k, v):
             # 1. This rank's part of the block's gradients, while the sum of the ranks before arrives.
             parts = []
             for rows, queries, seen, causal in pieces:
-                of_grad, asked, of_output, of_logs = (x[rows, :, queries] for x in (grad, q, output, logs))
+                of_grad, of_queries, of_output, of_logs = (x[rows, :, queries] for x in (grad, q, output, logs))
                 block = keys[rows, :, seen], values[rows, :, seen]
-                part, *others = kernels.backward(of_grad, asked, *block, of_output, of_logs, causal, ctx.call.scale)
+                part, *others = kernels.backward(
+                    of_grad, of_queries, *block, of_output, of_logs, causal=causal, scale=ctx.call.scale
+                )
                 of_q[rows, :, queries] += part
                 parts.append(others)  # the gradients of keys and values
             # 2. The sum with this part follows the block to the next rank.
@@ -129,7 +131,7 @@ def _blocks(
         return
     rank, block = call.group.rank(), torch.cat([k.reshape(-1), v.reshape(-1)])  # one message
     hop: Hop | None = None
-    spare: Tensor | None = None
+    spare: Tensor | None = None  # the buffer of the last hop, whose data was sent: the next hop receives into it
     for step in range(layout.size):
         if hop:
             block, spare = hop.arrived(), block

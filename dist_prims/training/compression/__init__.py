@@ -5,11 +5,11 @@ A compressor is given to ``GradientAverager(compress=...)``, as an object or by 
 - every rank ends with the same bits: what differs between ranks is decoded from the same bytes by each of them;
 - what a step loses is added to the gradient of the next one (error feedback, ``feedback``), so that nothing is lost
   for good, except when buckets are rebuilt: after the first step, which shows the order of gradients, and after
-  parameters are frozen or unfrozen; ``feedback=False`` leaves it out, and its memory, which is that of the gradients
-  once more;
+  parameters are frozen or unfrozen; ``feedback=False`` leaves it out, and its memory, which is as large as the
+  gradients;
 - a compressor has the state of one averager: each averager has its own;
 - a gradient that is not finite on one rank is not finite on any rank afterwards, so that a ``GradScaler`` sees it.
-  What was lost is kept in the scale of the gradients: a scaler that halves its scale doubles it for one step;
+  What was lost is kept in the scale of the gradients: after a scaler halves its scale, it counts twice for one step;
 - on a group of one rank nothing is sent and nothing changes.
 """
 

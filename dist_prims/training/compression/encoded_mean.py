@@ -43,27 +43,28 @@ class EncodedMean(Staged):
 
     def stages(self, bucket: Bucket, group: dist.ProcessGroup | None, size: int) -> Iterator[Any]:
         """See ``Staged.stages``."""
+        # 1. Send piece r to rank r.
         count, width = bucket.flat.numel(), self.width(-(-bucket.flat.numel() // size))
-        wanted = self.feedback.add((bucket.index, "gradient"), wide(bucket.flat))
-        padded = pad(wanted, (0, size * width - count)) if count < size * width else wanted
+        corrected = self.feedback.add((bucket.index, "gradient"), wide(bucket.flat))
+        padded = pad(corrected, (0, size * width - count)) if count < size * width else corrected
         leaving = self.encode(padded.view(size, width))
         arriving = torch.empty_like(leaving)
         work = dist.all_to_all_single(arriving, leaving, group=group, async_op=True)
         self.sent_bytes += (size - 1) * leaving.shape[1]
         if self.feedback.enabled:  # during the transfer
-            lost = self.decode(leaving, width, wanted.dtype).view(-1)[:count]
-            self.feedback.keep((bucket.index, "gradient"), wanted, lost)
+            lost = self.decode(leaving, width, corrected.dtype).view(-1)[:count]
+            self.feedback.keep((bucket.index, "gradient"), corrected, lost)
         yield work
-
-        mean = self.decode(arriving[:1], width, wanted.dtype)
+        # 2. Add the ranks' pieces of this rank's number, and send the mean to all ranks.
+        mean = self.decode(arriving[:1], width, corrected.dtype)
         for rank in range(1, size):
-            mean += self.decode(arriving[rank : rank + 1], width, wanted.dtype)
+            mean += self.decode(arriving[rank : rank + 1], width, corrected.dtype)
         mean = self.feedback.add((bucket.index, "mean"), mean.div_(size))
         mine = self.encode(mean)
         gathered, work = gather_rows(mine.view(-1), group)
         self.sent_bytes += (size - 1) * mine.numel()
         if self.feedback.enabled:
-            self.feedback.keep((bucket.index, "mean"), mean, self.decode(mine, width, wanted.dtype))
+            self.feedback.keep((bucket.index, "mean"), mean, self.decode(mine, width, corrected.dtype))
         yield work
-
-        bucket.flat.copy_(self.decode(gathered, width, wanted.dtype).view(-1)[:count])
+        # 3. The means of all pieces.
+        bucket.flat.copy_(self.decode(gathered, width, corrected.dtype).view(-1)[:count])

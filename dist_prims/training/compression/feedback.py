@@ -6,9 +6,9 @@ from the sum of what was computed by more than one step's loss (Seide et al. 201
 
 >>> feedback, sent = Feedback(), []
 >>> for _ in range(4):
-...     wanted = feedback.add("bucket 0", torch.tensor([0.25]))
-...     sent.append(wanted.round())
-...     feedback.keep("bucket 0", wanted, sent[-1])
+...     corrected = feedback.add("bucket 0", torch.tensor([0.25]))
+...     sent.append(corrected.round())
+...     feedback.keep("bucket 0", corrected, sent[-1])
 >>> [int(value) for value in sent]  # rounded by itself, each would be 0
 [0, 0, 1, 0]
 """
@@ -30,7 +30,7 @@ class Feedback:
         self._lost: dict[Hashable, torch.Tensor] = {}
 
     def add(self, key: Hashable, value: torch.Tensor) -> torch.Tensor:
-        """Add the earlier error to ``value``, in place."""
+        """Add the earlier error to ``value``, in place, and return it: the corrected value."""
         lost = self._lost.get(key)
         if lost is None:
             return value
@@ -41,10 +41,10 @@ class Feedback:
             )
         return value.add_(lost)
 
-    def keep(self, key: Hashable, wanted: torch.Tensor, sent: torch.Tensor) -> None:
-        """Remember the difference. An infinity or a NaN is not remembered: it would come again in every step."""
+    def keep(self, key: Hashable, corrected: torch.Tensor, sent: torch.Tensor) -> None:
+        """Remember what ``sent`` lacks. An infinity or a NaN is not remembered: it would come again in every step."""
         if self.enabled:
-            lost = torch.sub(wanted, sent, out=self._lost.get(key))
+            lost = torch.sub(corrected, sent, out=self._lost.get(key))
             self._lost[key] = lost.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def reset(self) -> None:

@@ -34,12 +34,12 @@ class Int8(EncodedMean):
             raise ValueError(f"Int8(block={block}): a block has at least one element")
         super().__init__(feedback=feedback)
         self.block, self.stochastic, self.seed = block, stochastic, seed
-        self._chance: dict[torch.device, torch.Generator] = {}
+        self._generators: dict[torch.device, torch.Generator] = {}
 
     def reset(self) -> None:
         """Forget what was lost, and draw from the beginning."""
         super().reset()
-        self._chance.clear()
+        self._generators.clear()
 
     def width(self, count: int) -> int:
         """The elements of equal blocks, with little padding."""
@@ -76,7 +76,7 @@ class Int8(EncodedMean):
         return -(-count // self.block)
 
     def _generator(self, device: torch.device) -> torch.Generator:
-        if device not in self._chance:
+        if device not in self._generators:
             seed = self.seed + 1_000_003 * torch.distributed.get_rank()  # the errors of ranks must be independent
-            self._chance[device] = torch.Generator(device).manual_seed(seed)
-        return self._chance[device]
+            self._generators[device] = torch.Generator(device).manual_seed(seed)
+        return self._generators[device]

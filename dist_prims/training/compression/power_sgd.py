@@ -69,14 +69,14 @@ class PowerSGD(Staged):
         """See ``Staged.stages``."""
         # 1. The first steps are sent whole: their gradients change too fast for an approximation.
         self._steps[bucket.index] = self._steps.get(bucket.index, self._steps_before) + 1
-        wanted = wide(bucket.flat)
+        corrected = wide(bucket.flat)
         if self._steps[bucket.index] <= self.warm_up:
-            yield self._sum(wanted, group, size)
-            bucket.flat.copy_(wanted.div_(size))
+            yield self._sum(corrected, group, size)
+            bucket.flat.copy_(corrected.div_(size))
             return
         # 2. Project each matrix on the start, which is the right factor of the step before, and sum the left factors.
-        self.feedback.add(bucket.index, wanted)
-        matrices, rest = self._parts(bucket, wanted)
+        self.feedback.add(bucket.index, corrected)
+        matrices, rest = self._parts(bucket, corrected)
         starts = [self._start(bucket.index, number, matrix) for number, matrix in enumerate(matrices)]
         first = [matrix @ start for matrix, start in zip(matrices, starts, strict=True)] + rest
         joined = torch.cat([each.reshape(-1) for each in first])
@@ -92,14 +92,14 @@ class PowerSGD(Staged):
             yield self._sum(joined, group, size)
 
         # 4. Multiply the factors. What the product lacks is added to the gradient of the next step.
-        sent = wanted.clone()
+        sent = corrected.clone()
         parts = cut(joined.div_(size), [right.numel() for right in rights]) if rights else []
         for number, (left, part, out) in enumerate(zip(lefts, parts, self._parts(bucket, sent)[0], strict=True)):
             right = part.view(-1, self.rank)
             torch.matmul(left, right.T, out=out)
             finite = right.isfinite().all()  # the next step must not begin with NaN; no wait for the device
             self._starts[bucket.index, number] = torch.where(finite, right, starts[number])
-        self.feedback.keep(bucket.index, wanted, sent)
+        self.feedback.keep(bucket.index, corrected, sent)
         bucket.flat.copy_(sent)
 
     def _parts(self, bucket: Bucket, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -121,8 +121,8 @@ class PowerSGD(Staged):
     def _start(self, index: int, number: int, matrix: torch.Tensor) -> torch.Tensor:
         """The start of the iteration of a matrix: its last result, or random numbers that are the same on all ranks."""
         if (index, number) not in self._starts:
-            chance = torch.Generator().manual_seed(self.seed + 1_000_003 * index + number)
-            self._starts[index, number] = torch.randn(matrix.shape[1], self.rank, generator=chance).to(matrix)
+            generator = torch.Generator().manual_seed(self.seed + 1_000_003 * index + number)
+            self._starts[index, number] = torch.randn(matrix.shape[1], self.rank, generator=generator).to(matrix)
         return self._starts[index, number]
 
     def _sum(self, tensor: torch.Tensor, group: dist.ProcessGroup | None, size: int) -> Any:

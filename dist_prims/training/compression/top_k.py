@@ -51,19 +51,19 @@ class TopK(Staged):
 
     def stages(self, bucket: Bucket, group: dist.ProcessGroup | None, size: int) -> Iterator[Any]:
         """See ``Staged.stages``."""
-        wanted = self.feedback.add(bucket.index, wide(bucket.flat))
-        places = largest(wanted, self.count(wanted.numel()))
-        index = torch.int32 if wanted.numel() < _INT32 else torch.int64
-        values = wanted[places].to(bucket.flat.dtype)
+        corrected = self.feedback.add(bucket.index, wide(bucket.flat))
+        places = largest(corrected, self.count(corrected.numel()))
+        index = torch.int32 if corrected.numel() < _INT32 else torch.int64
+        values = corrected[places].to(bucket.flat.dtype)
         mine = torch.cat([values.view(torch.uint8), places.to(index).view(torch.uint8)])
         gathered, work = gather_rows(mine, group)
         self.sent_bytes += (size - 1) * mine.numel()
         if self.feedback.enabled:
-            sent = torch.zeros_like(wanted).index_copy_(0, places, values.to(wanted.dtype))
-            self.feedback.keep(bucket.index, wanted, sent)
+            sent = torch.zeros_like(corrected).index_copy_(0, places, values.to(corrected.dtype))
+            self.feedback.keep(bucket.index, corrected, sent)
         yield work
 
-        mean = wanted.zero_()
+        mean = corrected.zero_()
         for row in gathered:  # in the order of the ranks; none has a place twice
             of_rank, at = row[: values.nbytes].clone(), row[values.nbytes :].clone()  # aligned for what they hold
             mean.index_add_(0, at.view(index).long(), of_rank.view(values.dtype).to(mean.dtype))

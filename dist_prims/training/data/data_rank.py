@@ -10,7 +10,7 @@ __all__: list[str] = []
 
 
 def place_of(what: str, group: dist.ProcessGroup | None, rank: int | None, size: int | None) -> tuple[int, int]:
-    """Rank and size; ValueError if only one of them is given, or if the rank is out of range."""
+    """Rank and size; ValueError, which names the caller ``what``, if only one is given or the rank is out of range."""
     if rank is None and size is None:
         members = group_of(group, what)
         return members.rank(), members.size()

@@ -60,7 +60,7 @@ class ShardedIterable:
         self.epoch = epoch
         self._before = before  # for each change of the consumers: how many samples each old consumer had yielded
         self._yielded = [0] * max(self._workers, 1)  # the samples since the last change, by worker of this rank
-        self._full = [*self._yielded]  # how many these samples were if every batch had been full
+        self._full = [*self._yielded]  # how many these samples would be if every batch had been full
 
     def batches(self, size: int, collate: Callable[[list[Any]], Any] = default_collate, **kwargs: Any) -> Iterator[Any]:
         """The rest of the epoch in batches, from a DataLoader with these options; ranks may have different numbers.

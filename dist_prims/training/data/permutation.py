@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 __all__: list[str] = []
 
 _ROUNDS = 8  # even: rows and columns take turns
-_TABLE = 1 << 14  # up to this count the order is stored: 128 KB
+_TABLE = 1 << 14  # up to this count the order and its inverse are stored: 128 KB each
 _LIMIT = 1 << 62  # rows and columns fit into 32 bits, and their sums into 64
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(32))
 _FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))

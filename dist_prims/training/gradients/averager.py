@@ -76,12 +76,12 @@ class GradientAverager:
     its own of them, which it ends in :meth:`remove` or, where the parameters are on the CPU, when these are freed.
 
     Each ``backward()`` communicates. With several backward passes a step, wrap all but the last in :meth:`no_sync`, or
-    all of them in :meth:`once`; without that the means are right as well, but sent several times. A parameter without
-    gradient on some ranks counts as zero there; without one on any, it keeps none. A backward that reaches a
-    parameter of the model on one rank must reach one on every rank. A ``.grad`` is whole when ``backward()`` returns,
-    not for a hook within it; one that a program keeps is overwritten by the next backward: clone it. Parameters may be
-    frozen and unfrozen between steps, on all ranks together. Parameters that the model gets later are not averaged; the
-    first gradient of one gives a warning. Make a new averager then, after :meth:`remove`.
+    all of them in :meth:`once`; without these the means are right as well, but sent several times. If only some
+    ranks have a gradient for a parameter, the others add zeros; if no rank has one, ``.grad`` stays None. A backward
+    that reaches a parameter of the model on one rank must reach one on every rank. A ``.grad`` is whole when
+    ``backward()`` returns, not for a hook within it. The next backward overwrites a ``.grad`` that a program keeps:
+    clone it. Parameters may be frozen and unfrozen between steps, on all ranks together. Parameters that the model gets
+    later are not averaged; the first gradient of one gives a warning. Make a new averager then, after :meth:`remove`.
 
     Several averagers may take part in one backward. But a parameter has one averager: a new one of the same parameters
     over the same ranks takes the place of the old one, whose methods then raise; any other that has a parameter of the
@@ -143,7 +143,7 @@ class GradientAverager:
     def _begin_group(self) -> None:
         """Make the averager's own group, take rank 0's values, and begin without any gradient."""
         if agreed := getattr(self._compressor, "agreed", None):
-            agreed()
+            agreed()  # _compare() has compared its arguments
         self._group = duplicate(self._given, self.name)
         self._groups = [self._group]
         self._end_groups = functools.partial(end_groups, self._groups, self._given, os.getpid())
@@ -230,8 +230,8 @@ class GradientAverager:
         others' exchanges with zeros until all are done; then all take the parameters and buffers of a rank that has
         made the last step (the state of optimisers remains each rank's own). All ranks enter it together.
 
-        Sums are divided by the number of ranks, as DistributedDataParallel does it, or by that of the ranks which are
-        not done. Gradients are zeroed after every step. A step has one averaged backward, those before it being in
+        Sums are divided by the number of ranks, as DistributedDataParallel does it, or by the number of ranks that
+        are not done. Gradients are zeroed after every step. A step has one averaged backward, those before it being in
         :meth:`no_sync`, or one :meth:`once`: a second one would count the first one's mean as zero on ranks that are
         done, unless ``divide_by_initial_world_size`` is False. For several averagers of the same ranks use
         ``with a.join(), b.join()``: a rank that is done takes part in the steps of both. Buckets on a GPU, or of a
@@ -275,12 +275,12 @@ class GradientAverager:
         self._end_groups()
 
     def is_like(self, parameters: Collection[int], group: dist.ProcessGroup) -> bool:
-        """Whether it averages these parameters, by their id, over the ranks of this group."""
+        """Whether this averager is for these parameters, by their id, and the ranks of this group."""
         same_ranks = group is self._given if self._ranks is None else ranks_of(group) == self._ranks
         return same_ranks and {*parameters} == {*self._numbers}
 
     def has_ended(self) -> bool:
-        """Whether its group was destroyed."""
+        """Whether the group of the program was destroyed."""
         return self._ranks is not None and not knows_group(self._given)
 
     def end(self) -> None:

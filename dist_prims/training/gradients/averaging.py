@@ -112,7 +112,7 @@ class Averaging:
         """
         try:
             self.sender.send_rest(self._seen, self._share, only_zeros)
-            self.sender.wait()  # first: a compressor launches more here than before on one rank, less on another
+            self.sender.wait()  # before the agreement: what a compressor still launches here differs by rank
             self._unread = agreement = self._agreement(only_zeros)
             agreement.arrive()
             if factor != 1:

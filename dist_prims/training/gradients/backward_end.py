@@ -23,7 +23,7 @@ __all__: list[str] = []
 
 _endings: weakref.WeakValueDictionary[int, Ending] = weakref.WeakValueDictionary()  # by the graph task of autograd
 _lock = threading.Lock()  # each device has a thread of autograd
-_CALLS = {
+_CALLS = {  # the code of torch that calls the backward of a torch.autograd.Function
     getattr(BackwardCFunction, name).__code__ for name in ("apply", "apply_boxed") if name in vars(BackwardCFunction)
 }
 
@@ -58,11 +58,11 @@ class Ending:
         """The instance of the backward that runs; autograd keeps it alive and calls it at the end."""
         task = graph_task_id()
         with _lock:
-            found = _endings.get(task)
-            if found is None:
-                found = _endings[task] = cls()
-                queue_backward_callback(found)
-        return found
+            ending = _endings.get(task)
+            if ending is None:
+                ending = _endings[task] = cls()
+                queue_backward_callback(ending)
+        return ending
 
     def add(self, averager: Averager) -> None:
         self._averagers.append(averager)

@@ -51,7 +51,7 @@ class BucketSender:
             for number in {*self.layout.place} - {*order, *last}:
                 gradient = self._parameters[number].grad
                 self._parameters[number].grad = None if gradient is None else gradient.clone()
-            self.layout = BucketLayout([], [], {})  # its memory is freed before the new layout gets memory
+            self.layout = BucketLayout([], [], {})  # old buckets go now, or when lay_out() has moved their gradients
             self.layout = lay_out(self._parameters, members, self._group)
             self._compressor.reset()
             if type(self._compressor) is Exact:

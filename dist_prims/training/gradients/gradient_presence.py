@@ -62,8 +62,9 @@ class Agreement:
 
     def __init__(self, mine: torch.Tensor, group: dist.ProcessGroup) -> None:
         self._table = mine.clone()
-        late = self._table.is_cuda
-        self._work = dist.all_reduce(self._table, dist.ReduceOp.MAX, group, async_op=late) if group.size() > 1 else None
+        is_async = self._table.is_cuda
+        alone = group.size() == 1
+        self._work = None if alone else dist.all_reduce(self._table, dist.ReduceOp.MAX, group, async_op=is_async)
         self._copied: torch.cuda.Event | None = None
 
     def arrive(self) -> None:

@@ -36,14 +36,14 @@ def check_same_model(
     failure = failure or dtensor_problem(operation, tensors, group)
     mine = [*settings, *(_described(name, tensor) for name, tensor in tensors)]
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
-    found = gather_values((digest, secrets.token_hex(8)), group, operation, failure)
-    if len({digest for digest, _ in found}) > 1:
+    gathered = gather_values((digest, secrets.token_hex(8)), group, operation, failure)
+    if len({digest for digest, _ in gathered}) > 1:
         check_lists(operation, gather_values(mine, group), _REMEDY, group)
     if sharded := next((name for name, tensor in tensors if _is_sharded(tensor)), None):
         raise ValueError(
             f"rank {group.rank()}: {operation}: {sharded!r} is sharded already, by ShardedParameters; use another copy"
         )
-    return f"{operation}-{found[0][1]}"
+    return f"{operation}-{gathered[0][1]}"
 
 
 def dtensor_problem(

@@ -111,7 +111,8 @@ def _refuse_wrapper(kind: str, model: torch.nn.Module, ignored: Collection[str])
     for name, module in model.named_modules():
         own = {f"{name}.{each}".removeprefix(".") for each, _ in module.named_parameters(recurse=False)}
         watch = _watch_of(module)
-        if watch and not (ignored and own <= {*ignored}):  # FullyShardedDataParallel has taken them from the module
+        # FullyShardedDataParallel has taken the parameters from the module: ``own`` is empty, and so is ``ignored``.
+        if watch and not (ignored and own <= {*ignored}):
             raise ValueError(
                 f"rank {watch.rank}: {kind}: a GradientAverager averages the gradients of this model already, and both "
                 "together would divide them twice. Use one of the two: call remove() of the averager on every rank "

@@ -52,8 +52,8 @@ def release(parameters: Iterable[torch.Tensor], averager: GradientAverager) -> N
 
 
 def predecessors(model: torch.nn.Module, group: dist.ProcessGroup) -> list[GradientAverager]:
-    """The averagers whose place a new one of ``model`` takes: that of the same parameters over the same ranks, and any
-    whose group has ended. ValueError where another one has a parameter of the model."""
+    """The averagers whose place a new one of ``model`` takes: the averager of the same parameters and ranks, and any
+    whose group has ended. ValueError where another averager has a parameter of the model."""
     shared: dict[GradientAverager, list[str]] = {}
     for name, parameter in model.named_parameters():
         former = averager_of(parameter)

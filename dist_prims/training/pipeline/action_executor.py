@@ -33,7 +33,8 @@ _Owner = TypeVar("_Owner", bound="Owner")
 
 def make_plan(plan: str | PipelinePlan, ranks: int, num_microbatches: int | None, stages: int | None) -> PipelinePlan:
     """The plan of a name, or the plan itself; ValueError if it does not fit the other arguments or its proof fails.
-    None: any number that the plan has; for a name 2 micro-batches a rank, and the schedule's number of stages."""
+    None stands for the plan's own number, or, for a name, for 2 micro-batches a rank and the schedule's number of
+    stages."""
     if isinstance(plan, str):
         if stages is not None and stages % ranks:
             raise ValueError(
@@ -181,7 +182,7 @@ class Job:
         return recomputed
 
     def begin(self, batch: Batch) -> None:
-        """Begin a step with a batch, whose number of micro-batches is known."""
+        """Begin a step with this batch: the averagers learn which actions of this rank will add to gradients."""
         every = (action for actions in self.plan.actions for action in actions)
         self.average.expect(action for action in every if action.stage in self.workers and batch.has(action))
 

@@ -28,38 +28,38 @@ class AverageOnce:
 
     def __init__(self, stages: Mapping[int, torch.nn.Module]) -> None:
         self._stages = stages
-        self._left: Counter[int] = Counter()  # actions of each stage that add to gradients
+        self._actions_left: Counter[int] = Counter()  # actions of each stage that add to gradients
         self._uses: Counter[torch.Tensor] = Counter()  # stages that still add to the gradient of a parameter
-        self._averagers: list[Complete] = []
+        self._complete_functions: list[Complete] = []
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """One step of the pipeline. Unless it raises, the gradients are means at its end."""
         parameters = [[*stage.parameters()] for stage in self._stages.values()]
         averagers = {averager_of(each) for stage in parameters for each in stage} - {None}
-        self._left.clear()
+        self._actions_left.clear()
         self._uses = Counter(each for stage in parameters for each in stage)
         with ExitStack() as stack:
             # At the end of the step each averager sends what is left: in the opposite order of the names, which is the
             # same on all ranks. With unlike orders two ranks would wait for each other.
             for averager in sorted((each for each in averagers if each), key=lambda each: each.name):
-                self._averagers.append(stack.enter_context(averager.once()))
-            stack.callback(self._averagers.clear)
+                self._complete_functions.append(stack.enter_context(averager.once()))
+            stack.callback(self._complete_functions.clear)
             yield
 
     def expect(self, actions: Iterable[Action]) -> None:
         """The actions of this rank in the step."""
-        if self._averagers:
-            self._left = Counter(action.stage for action in actions if action.kind != "F")
+        if self._complete_functions:
+            self._actions_left = Counter(action.stage for action in actions if action.kind != "F")
 
     def done(self, action: Action) -> None:
         """Count an action; send the gradients that are complete now."""
-        if action.kind == "F" or not self._averagers:
+        if action.kind == "F" or not self._complete_functions:
             return
-        self._left[action.stage] -= 1
-        if self._left[action.stage]:
+        self._actions_left[action.stage] -= 1
+        if self._actions_left[action.stage]:
             return
         self._uses.subtract(parameters := [*self._stages[action.stage].parameters()])
         complete = [each for each in reversed(parameters) if not self._uses[each]]  # the order of backward
-        for averager in self._averagers:
-            averager(complete)
+        for complete_function in self._complete_functions:
+            complete_function(complete)

@@ -100,8 +100,8 @@ class Stage(nn.Module):
         for name, layer in chain:
             self._place(name.split("."), layer)
         first = next((layer for _, layer in chain if not isinstance(layer, _PASSING)), None)
-        # What comes from another stage is a leaf of autograd, or a buffer that will be used again.
-        self._in_place = number > 0 and bool(getattr(first, "inplace", False))
+        # If so, forward() clones the input: a leaf of autograd, or a buffer of another stage that is used again.
+        self._begins_in_place = number > 0 and bool(getattr(first, "inplace", False))
 
     def extra_repr(self) -> str:
         return f"{self.number} of {self.count}, takes={self.takes}, gives={self.gives}"
@@ -115,7 +115,7 @@ class Stage(nn.Module):
                 f"{self._described()} takes a value and the kept {list(self.takes)}; it got {len(values)} values"
             )
         x = values[0] if inputs == 1 else values[:inputs]
-        if self._in_place and isinstance(x, torch.Tensor):
+        if self._begins_in_place and isinstance(x, torch.Tensor):
             x = x.clone()
         kept = dict(zip(self.takes, values[inputs:], strict=True))
         for name in self.names:

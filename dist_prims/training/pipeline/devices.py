@@ -139,6 +139,7 @@ class _Copies:
                     stack.enter_context(torch.cuda.stream(stream))
                 moved.append(each.detach().to(device, non_blocking=True))
         copies = tuple(copy.requires_grad_(each.requires_grad) for copy, each in zip(moved, tensors, strict=True))
+        # The last stream is the stream of ``device``, or, if that is the CPU, of the device that the tensors come from.
         return _Copy(copies, device, list(streams.values())[-1].record_event() if streams else None)
 
     def finish(self, copy: _Copy) -> Tensors:

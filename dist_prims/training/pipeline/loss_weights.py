@@ -44,7 +44,7 @@ class Share(NamedTuple):
     """The share of a micro-batch in the loss, or in a metric, of the batch."""
 
     fraction: float  # its weight, divided by the weight of the batch
-    one: float = 1.0  # 1, divided by the weight of the batch
+    inverse: float = 1.0  # 1, divided by the weight of the batch
 
 
 class _Divisor(NamedTuple):
@@ -130,7 +130,7 @@ class Objective:
             for name, metric in zip(self.metrics, metrics, strict=True):
                 _require_one_number(f"metric {name!r}", metric)
         root = value if self.scaler is None else self.scaler.scale(value)
-        factor = shares[0].fraction or 1.0
+        factor = shares[0].fraction or 1.0  # a micro-batch of weight 0 has its contribution as value
         return root, torch.full_like(root, factor), [value.detach() * factor, *metrics]
 
     def _value(self, outputs: Tensors, output: Any, target: Tensors, share: Share) -> torch.Tensor:
@@ -140,7 +140,7 @@ class Objective:
             if divisor is None or divisor.summed is None:
                 zero: torch.Tensor = _Zero.apply(*outputs)  # type: ignore[no-untyped-call]
                 return zero
-            return divisor.summed(output, *target) * share.one  # 0, but for smoothed labels of classes without weight
+            return divisor.summed(output, *target) * share.inverse  # 0, but for smoothed labels of weightless classes
         checks = divisor is None and self.reduction == "mean" and not self._is_checked
         with _UnweightedMeans() if checks else nullcontext():
             value = loss(output, *target)

@@ -40,7 +40,7 @@ class TensorSpec(NamedTuple):
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
-    """Its strides are kept where it has no gaps: what is channels-last stays so.
+    """The spec of a tensor. If the tensor has no gaps, its strides are kept, so channels-last stays channels-last.
 
     >>> str(spec_of(torch.ones(2, 3)))
     'float32[2, 3]'

@@ -1,9 +1,9 @@
 """Profile of a model's layers: the costs by which a model is cut into stages and a pipeline's plan is priced.
 
-A layer is run by itself on its real input, so that forward and backward can be timed apart. Backward is two
-figures, since a plan may move them apart: the gradient of the input, for which the stage before waits, and
-that of the weights, for which no stage waits, measured as the time of the whole backward minus that of the input's
-alone. Profiling leaves gradients, statistics and random states as they were.
+A layer is run by itself on its real input, so that forward and backward can be timed apart. The backward has two
+figures, since a plan may separate its parts: the gradient of the input, for which the stage before waits, and the
+gradients of the weights, for which no stage waits. The second figure is the time of the whole backward minus the first.
+Profiling leaves gradients, statistics and random states as they were.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def profile(model: nn.Module, sample: Any, *, runs: int = 5) -> list[LayerCost]:
         raise ValueError(f"profile: runs={runs} must be 1 or more")
     chain = layers(model)
     first = next(model.parameters(), None)
-    x = _each(sample, lambda tensor: tensor.to(first.device if first is not None else tensor.device))
+    x = _map_tensors(sample, lambda tensor: tensor.to(first.device if first is not None else tensor.device))
     device = first.device if first is not None and first.is_cuda else None
     with _undisturbed(model), torch.enable_grad(), nullcontext() if device is None else torch.cuda.device(device):
-        saved = _walk(chain, x, _Saved(model).measure)  # warms up, too
+        saved = _walk(chain, x, _SavedBytes(model).measure)  # warms up, too
         timed = [_walk(chain, x, _seconds) for _ in range(runs)]
     costs = []
     for index, (name, layer) in enumerate(chain):
@@ -109,21 +109,21 @@ _Run = Callable[[], Any]
 
 
 def _walk(chain: Sequence[tuple[str, nn.Module]], x: Any, measure: Callable[..., Any]) -> list[Any]:
-    """``measure(layer, run, inputs)`` for each layer, where each has leaves of autograd for inputs."""
-    found, kept = [], dict[str, torch.Tensor]()
+    """``measure(layer, run, inputs)`` for each layer: ``run()`` calls it, and ``inputs`` are leaves of autograd."""
+    measured, kept = [], dict[str, torch.Tensor]()
     for _, layer in chain:
-        leaf = _each(x, _leaf)
+        leaf = _map_tensors(x, _leaf)
         skipped = {layer.name: _leaf(kept[layer.name])} if isinstance(layer, Pop) else {}
-        given = _each(leaf, torch.clone) if getattr(layer, "inplace", False) else leaf
+        x = _map_tensors(leaf, torch.clone) if getattr(layer, "inplace", False) else leaf
         inputs = [*_tensors(leaf), *skipped.values()]
         target = kept if isinstance(layer, Stash) else skipped
-        x, figures = measure(layer, lambda layer=layer, given=given, kept=target: call(layer, given, kept), inputs)
-        found.append(figures)
-    return found
+        x, figures = measure(layer, lambda layer=layer, x=x, kept=target: call(layer, x, kept), inputs)
+        measured.append(figures)
+    return measured
 
 
 def _seconds(layer: nn.Module, run: _Run, inputs: list[torch.Tensor]) -> tuple[Any, tuple[float, float, float]]:
-    """Of the forward, of the backward to the inputs alone, and of that to inputs and weights."""
+    """Seconds of the forward, of the backward to the inputs alone, and of the backward to inputs and weights."""
     output, forward = _timed(run)
     roots = [tensor for tensor in _tensors(output) if tensor.requires_grad]
     leaves = [tensor for tensor in inputs if tensor.requires_grad]
@@ -155,7 +155,7 @@ def _finish() -> None:
         torch.cuda.synchronize()
 
 
-class _Saved:
+class _SavedBytes:
     """Counts the bytes that autograd keeps, each storage once over all layers, and none of the model's own."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -200,7 +200,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, tuple | list) else []
 
 
-def _each(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
-    return type(value)(_each(each, change) for each in value) if isinstance(value, tuple | list) else value
+    return type(value)(_map_tensors(each, change) for each in value) if isinstance(value, tuple | list) else value

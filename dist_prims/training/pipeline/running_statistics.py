@@ -154,6 +154,7 @@ class _ScratchBuffers(TorchFunctionMode):
         if func is F.batch_norm:
             return self._norm(func, _Call(*args, **kwargs))
         if func is F.instance_norm:
+            # ``use_input_stats``, in the place of ``training``, is True by default.
             kwargs = {"training" if name == "use_input_stats" else name: value for name, value in kwargs.items()}
             return self._norm(func, _Call(*args, **{"training": True, **kwargs} if len(args) < 6 else kwargs))
         return func(*args, **kwargs)

@@ -275,8 +275,8 @@ class _Conv(_Layer):
         return super().can_defer(x) and x.dim() == self.weight.dim()  # an image without batch dimension is not deferred
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        nothing = [0] * len(self.stride)
-        return torch.convolution(x, weight, bias, self.stride, self.padding, self.dilation, False, nothing, self.groups)
+        settings = (self.stride, self.padding, self.dilation, False, [0] * len(self.stride), self.groups)
+        return torch.convolution(x, weight, bias, *settings)
 
     def input_grad(self, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         input_grad: torch.Tensor = self._backward(x, weight, grad, [True, False, False])[0]
@@ -288,13 +288,13 @@ class _Conv(_Layer):
         return weight_grad, bias_grad
 
     def factors(self, x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        one = all(each == 1 for each in (*self.weight.shape[2:], *self.stride, self.groups))
-        return (grad.flatten(2), x.flatten(2).transpose(1, 2)) if one and not any(self.padding) else None
+        is_pointwise = all(each == 1 for each in (*self.weight.shape[2:], *self.stride, self.groups))
+        return (grad.flatten(2), x.flatten(2).transpose(1, 2)) if is_pointwise and not any(self.padding) else None
 
     def _backward(self, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, mask: list[bool]) -> Any:
-        nothing = [0] * len(self.stride)
+        output_padding = [0] * len(self.stride)
         bias_sizes = None if self.bias is None else list(self.bias.shape)
-        settings = (self.stride, self.padding, self.dilation, False, nothing, self.groups)
+        settings = (self.stride, self.padding, self.dilation, False, output_padding, self.groups)
         return torch.ops.aten.convolution_backward(grad, x, weight, bias_sizes, *settings, mask)
 
 

@@ -24,11 +24,11 @@ Tensors = tuple[torch.Tensor, ...]
 Loss = Callable[[Tensors], tuple[torch.Tensor, torch.Tensor]]  # the root of the backward, and its gradient
 
 
-def as_tuple(found: Any, what: str) -> Tensors:
+def as_tuple(value: Any, what: str) -> Tensors:
     """A tensor, or a sequence of them, as a tuple."""
-    several = (found,) if isinstance(found, torch.Tensor) else found
+    several = (value,) if isinstance(value, torch.Tensor) else value
     if not isinstance(several, (tuple, list)) or not all(isinstance(each, torch.Tensor) for each in several):
-        raise TypeError(f"{what} is a {type(found).__name__}; it must be a tensor or a tuple of tensors")
+        raise TypeError(f"{what} is a {type(value).__name__}; it must be a tensor or a tuple of tensors")
     return tuple(several)
 
 
