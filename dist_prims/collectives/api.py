@@ -47,15 +47,8 @@ def all_reduce(
     """
     if output is None and not (async_op or algorithm or segment_bytes):
         direct = direct_all_reduces.get(id(group or world.default_pg)) or find_all_reduce(group)
-        try:
-            if direct and tensor.is_cpu:
-                direct(tensor, op)
-                return None
-        # The backend takes neither the name of a reduction nor a PREMUL_SUM without its factor, and ``tensor`` may not
-        # be a tensor. These calls go on below, where they succeed or get a better error. Other calls pay for no check.
-        except (AttributeError, RuntimeError, TypeError):
-            if isinstance(tensor, torch.Tensor) and not isinstance(op, str) and op is not dist.ReduceOp.PREMUL_SUM:
-                raise
+        if direct and direct(tensor, op):
+            return None
     call = Call("all_reduce", group, tensor, CallOptions(algorithm, async_op, segment_bytes), op)
     source = call.read(tensor)
     in_place = output is None and call.reads_in_place(tensor)

@@ -34,7 +34,7 @@ _MOVABLE = _FLOATS | {torch.float16, torch.bfloat16, torch.int8, torch.uint8, to
 _GLOO_SUMS = {_Op.SUM: _MOVABLE, _Op.PREMUL_SUM: _MOVABLE, _Op.AVG: _FLOATS}
 _CPU = torch.device("cpu")
 
-direct_all_reduces: dict[int, Callable[..., None]] = {}  # of the backend dist_prims, by the id of a live group
+direct_all_reduces: dict[int, Callable[..., bool]] = {}  # of the backend dist_prims, by the id of a live group
 _backends: dict[int, dict[str, Any]] = {}  # by the id of a live group and the device type
 
 
@@ -59,8 +59,11 @@ def is_on_dist_prims(call: Call) -> bool:
     return call.like.device.type != "cuda" and _is_dist_prims(_backend_for(call.group, call.like.device))
 
 
-def find_all_reduce(group: dist.ProcessGroup | None) -> Callable[..., None] | None:
-    """Return the all_reduce of a group's backend dist_prims, which takes any CPU tensor; None for another backend.
+def find_all_reduce(group: dist.ProcessGroup | None) -> Callable[..., bool] | None:
+    """Return the all_reduce of a group's backend dist_prims, or None for another backend.
+
+    It takes a tensor and a reduction, and returns False, without a call, unless they are a CPU tensor and a
+    ``ReduceOp`` that is complete: neither the name of a reduction nor a PREMUL_SUM without its factor.
 
     ``direct_all_reduces`` keeps it, so that the next call need not look it up here.
     """

@@ -4,6 +4,7 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -237,12 +238,55 @@ void set_python_exception(std::exception_ptr error) {
     }
 }
 
+// The reduction of a Python object; nullopt for a name, and for a PREMUL_SUM without its factor. Throws TypeError for
+// another object.
+std::optional<c10d::ReduceOp> reduction_of(py::handle object) {
+    using Kind = c10d::ReduceOp::RedOpType;
+    static const py::handle kind_class = py::type::of(py::cast(Kind::SUM)).release();
+    static const py::handle sum = py::object(kind_class.attr("SUM")).release();
+    if (object.is(sum)) return c10d::ReduceOp(Kind::SUM);  // without a cast, for the shortest calls
+    if (py::type::handle_of(object).is(kind_class)) {
+        const auto kind = py::cast<Kind>(object);
+        return kind == Kind::PREMUL_SUM ? std::nullopt : std::optional(c10d::ReduceOp(kind));
+    }
+    if (py::isinstance<py::str>(object)) return std::nullopt;
+    if (py::isinstance<c10d::ReduceOp>(object)) return py::cast<c10d::ReduceOp>(object);
+    throw py::type_error(std::string("all_reduce: op is a ReduceOp or its name, not ") +
+                         Py_TYPE(object.ptr())->tp_name);
+}
+
+// PrimsBackend.all_reduce_(tensor, op): a synchronous all_reduce in place. Returns False, and makes no call, if the
+// arguments are not a CPU tensor and a reduction. A plain function of Python's C interface: pybind11 packs the
+// arguments into a tuple and looks up the class of each, which takes longer than the exchange between two ranks.
+PyObject* all_reduce_directly(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+    try {
+        const bool is_tensor = count == 2 && THPVariable_Check(arguments[0]);
+        const auto op = is_tensor ? reduction_of(arguments[1]) : std::nullopt;
+        if (!op || !THPVariable_Unpack(arguments[0]).is_cpu()) Py_RETURN_FALSE;
+        at::Tensor tensor = THPVariable_Unpack(arguments[0]);
+        // Python has checked the class of `self`. py::cast would look the class up.
+        const auto object = reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder();
+        const py::gil_scoped_release released;
+        object.value_ptr<PrimsBackend>()->all_reduce_now(std::move(tensor), *op);
+    } catch (py::error_already_set& error) {
+        error.restore();
+        return nullptr;
+    } catch (const abi::__forced_unwind&) {  // Python ends this thread
+        throw;
+    } catch (...) {
+        py::detail::try_translate_exceptions();
+        return nullptr;
+    }
+    Py_RETURN_TRUE;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_backend, module) {
     module.doc() = "The backend of torch.distributed; see dist_prims.backend.";
     using Free = py::call_guard<py::gil_scoped_release>;
-    py::class_<PrimsBackend, c10d::Backend, c10::intrusive_ptr<PrimsBackend>>(module, "PrimsBackend")
+    py::class_<PrimsBackend, c10d::Backend, c10::intrusive_ptr<PrimsBackend>> backend(module, "PrimsBackend");
+    backend
         .def(py::init(&make_backend), py::kw_only(), py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("timeout"), py::arg("setup"), py::arg("ended"))
         .def_property_readonly("spans_hosts", &PrimsBackend::spans_hosts)
@@ -273,18 +317,16 @@ PYBIND11_MODULE(_backend, module) {
             },
             py::arg("nbytes"), py::arg("collective") = "all_reduce", py::arg("root") = -1, Free())
         .def("pin", &pin, py::arg("collective"), py::arg("text"), py::arg("make"), Free())
-        .def(
-            "all_reduce_",  // takes a RedOpType as it is: pybind11 would else make a ReduceOp of it, which takes longer
-            [](PrimsBackend& self, at::Tensor tensor, c10d::ReduceOp::RedOpType op) {
-                self.all_reduce_now(std::move(tensor), op);
-            },
-            Free())
-        .def("all_reduce_", &PrimsBackend::all_reduce_now, Free())
         .def("run_call", &run_call, py::kw_only(), py::arg("collective"), py::arg("schedule"), py::arg("inputs"),
              py::arg("outputs"), py::arg("counts"), py::arg("op"), py::arg("root"), py::arg("is_even"),
              py::arg("check"), py::arg("async_op"), Free())
         .def("incremental_reduce", &IncrementalTensor::make, Free())
         .def("record", &PrimsBackend::record, Free());
+    static PyMethodDef all_reduce_method{
+        "all_reduce_", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&all_reduce_directly)), METH_FASTCALL,
+        nullptr};
+    backend.attr("all_reduce_") = py::reinterpret_steal<py::object>(
+        PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(backend.ptr()), &all_reduce_method));
     py::class_<TcpEndpoint, std::shared_ptr<TcpEndpoint>>(module, "TcpEndpoint")
         .def(py::init([](int listening) { return std::make_shared<TcpEndpoint>(TcpEndpoint{Socket(listening)}); }))
         .def_readwrite("addresses", &TcpEndpoint::addresses)
