@@ -202,7 +202,8 @@ MultiHostGroup::LeaderFrames MultiHostGroup::gather_frames(std::chrono::millisec
     try {
         auto receive = current_receives_.begin();
         for (const Round& round : rounds_) {
-            // 1. Send. The leader `distance` places after this one is the one that receives from this one.
+            // 1. Send. All leaders have the same rounds: the leader `each.distance` places before this one expects as
+            // many frames from this one as this one expects from the leader that many places after it.
             const bool is_first = receive == current_receives_.begin();
             for (const RoundMessage& each : round) {
                 const std::size_t distance = hosts - each.distance;

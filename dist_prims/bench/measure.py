@@ -82,9 +82,11 @@ def measure(
     """Measure a collective, and return a line for each contender, the same on every rank. Every rank must call it.
 
     Args:
-        nbytes: of the data, as ``stream.least_bytes`` counts it. names: algorithms, with ``segment_bytes``.
-        iterations: None: more for faster runs; before them ``warmup`` others, which are not timed.
-        groups: to measure beside the default group, by name. more: makes further contenders from the buffers.
+        nbytes: of the data, as ``stream.least_bytes`` counts it.
+        names: of the algorithms to measure, with segments of ``segment_bytes``.
+        iterations: None: more for faster runs. ``warmup`` iterations come before them, and are not timed.
+        groups: to measure beside the default group, by name.
+        more: makes further contenders from the buffers.
     """
     # 1. Buffers of the largest length that the case needs on this rank.
     case, size = case_of(collective), dist.get_world_size()

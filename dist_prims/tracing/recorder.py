@@ -122,7 +122,9 @@ class TraceRecorder:
         """Add an event.
 
         Args:
-            kind, collective: as ``format.py`` numbers them. begin, end: times. peer: the other rank of the group.
+            kind, collective: as ``format.py`` numbers them.
+            begin, end: times.
+            peer: the other rank of the group; -1: none.
             where: group, call and step, as in :class:`Context`; None: the context of the thread.
         """
         slot = next(self._taken)
