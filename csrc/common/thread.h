@@ -31,15 +31,6 @@ std::exception_ptr caught(const Act& act) {
     }
 }
 
-// One turn of a loop that spins.
-inline void relax() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
 // True on background threads. Their waits sleep early, because other threads of this process need the core more.
 extern thread_local constinit bool in_background;
 

@@ -18,6 +18,14 @@ constexpr Clock::duration kLongYield = 500us;
 // The time without yields after a long yield. Each further long yield doubles it, and a short one resets it.
 constexpr Clock::duration kFirstBackoff = 1ms, kLongestBackoff = 64ms;
 
+inline void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
 }  // namespace
 
 // `in_background` (common/thread.h): whether this thread is one of the backend's, beside the application's threads.
