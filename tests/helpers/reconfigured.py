@@ -67,11 +67,16 @@ def reconfigure(uuid: int, handles: Sequence[str] | set[str], seconds: float = 6
 
 
 def reconfigured(rank: int, size: int, folder: Path) -> tuple[Meeting, list[str]]:
-    """Make a default group, and give it its members by the call number 1; return the meeting and their handles."""
+    """Make a default group, and give it its members by the call number 1; return the meeting and their handles.
+
+    It returns when all members have the group: each of them needs rank 0 up to the end of its call, so a test that
+    stops or ends rank 0 before has a member that waits for 60 s.
+    """
     start(rank, size, folder)
     meeting = Meeting(folder)
     handles = meeting.handles(rank, range(size))
     reconfigure(1, handles)
+    meeting.barrier("reconfigured", rank, range(size))
     return meeting, handles
 
 
