@@ -24,14 +24,20 @@ BOTH = "cpu:dist_prims,toy:dist_prims"
 TOY = "toy:0"
 
 
-def on_toy(body: Callable[[], Any], size: int = 2, backend: str = BOTH, streams: Path | None = None) -> list[Any]:
+def on_toy(
+    body: Callable[[], Any],
+    size: int = 2,
+    backend: str = BOTH,
+    streams: Path | None = None,
+    start_method: str | None = None,
+) -> list[Any]:
     def rank() -> Any:  # each rank has the device, and not the process of the tests
         dist.destroy_process_group()
         toy_device.install(streams)
         dist_prims.init(backend, timeout=30)
         return body()
 
-    return dist_prims.spawn(rank, size, timeout=90)
+    return dist_prims.spawn(rank, size, timeout=90, start_method=start_method)
 
 
 def results_of_calls(device: str, group: dist.ProcessGroup) -> dict[str, Any]:
@@ -206,7 +212,9 @@ def test_training_with_ddp() -> None:
             gradients.append([parameter.grad.tolist() for parameter in model.parameters()])
         return gradients
 
-    (of_cpu, of_toy), other_rank = on_toy(body)
+    # Fresh processes: autograd counts the devices when a process first calls backward, which an earlier test in this
+    # process may have done without the toy device, and a forked rank inherits that count.
+    (of_cpu, of_toy), other_rank = on_toy(body, start_method="spawn")
     assert of_cpu == of_toy == other_rank[0] == other_rank[1]
 
 
