@@ -177,12 +177,14 @@ def test_the_record_of_a_failure_names_the_rank_that_is_behind(
         dist.send(torch.ones(2), 1) if dist.get_rank() == 0 else None
         if dist.get_rank() == 1:
             dist.recv(torch.ones(2), 0)
+            store().set("begins 1", "")
             store().wait(["raised 0", "raised 2"])
             with pytest.raises(CommTimeoutError):
                 dist.all_gather_into_tensor(torch.ones(9), torch.ones(3))
         else:
             store().set(f"begins {dist.get_rank()}", "")
-            store().wait(["begins 0", "begins 2"])  # so the second of the two calls before the first gives up
+            # So the second of the two calls comes before the first gives up, and the failure after the message.
+            store().wait(["begins 0", "begins 1", "begins 2"])
             with pytest.raises((CommTimeoutError, PeerDiedError)):
                 all_reduce(torch.ones(7), 1)
             store().set(f"raised {dist.get_rank()}", "")
