@@ -28,8 +28,8 @@ __all__: list[str] = []
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 AllgatherOptions: Any = dist.distributed_c10d.AllgatherOptions
-# world.default_pg is the default group or None. The other ways to it cost 5 to 10 % of the shortest all_reduce.
-world: Any = dist.distributed_c10d._world
+# world["_default_pg"] is the default group or None. The other ways to it cost 5 to 10 % of the shortest all_reduce.
+world: dict[str, Any] = vars(dist.distributed_c10d._world)
 # default_group() returns the default group, and raises ValueError if there is none.
 default_group: Callable[[], dist.ProcessGroup] = dist.distributed_c10d._get_default_group
 # graph_task_id() identifies the backward pass that runs in this thread; -1 outside of one.

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ..torch_compat import all_gather_single, message_device, reduce_scatter_single, world
-from .backend_calls import direct_all_reduces, direct_group, find_all_reduce
+from . import backend_calls
+from .backend_calls import direct_group
 from .call import Call, CallOptions, OpArgument, Tensors, group_of
 from .perform_call import perform
 
@@ -45,10 +46,9 @@ def all_reduce(
     >>> tensor
     tensor([1, 2])
     """
-    if output is None and not (async_op or algorithm or segment_bytes):
-        direct = direct_all_reduces.get(id(group or world.default_pg)) or find_all_reduce(group)
-        if direct and direct(tensor, op):
-            return None
+    is_plain = output is None and not (async_op or algorithm or segment_bytes)
+    if is_plain and backend_calls.direct_all_reduce(tensor, op, group or world["_default_pg"]):
+        return None
     call = Call("all_reduce", group, tensor, CallOptions(algorithm, async_op, segment_bytes), op)
     source = call.read(tensor)
     in_place = output is None and call.reads_in_place(tensor)

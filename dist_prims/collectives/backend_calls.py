@@ -34,7 +34,6 @@ _MOVABLE = _FLOATS | {torch.float16, torch.bfloat16, torch.int8, torch.uint8, to
 _GLOO_SUMS = {_Op.SUM: _MOVABLE, _Op.PREMUL_SUM: _MOVABLE, _Op.AVG: _FLOATS}
 _CPU = torch.device("cpu")
 
-direct_all_reduces: dict[int, Callable[..., bool]] = {}  # of the backend dist_prims, by the id of a live group
 _backends: dict[int, dict[str, Any]] = {}  # by the id of a live group and the device type
 
 
@@ -59,22 +58,19 @@ def is_on_dist_prims(call: Call) -> bool:
     return call.like.device.type != "cuda" and _is_dist_prims(_backend_for(call.group, call.like.device))
 
 
-def find_all_reduce(group: dist.ProcessGroup | None) -> Callable[..., bool] | None:
-    """Return the all_reduce of a group's backend dist_prims, or None for another backend.
+def _first_direct_all_reduce(tensor: Any, op: Any, group: Any) -> bool:
+    """As the adapter's function, which replaces this one at the first call of a group that has loaded the adapter."""
+    global direct_all_reduce
+    if not (isinstance(group, dist.ProcessGroup) and _is_dist_prims(_backend_for(group, _CPU))):
+        return False
+    direct_all_reduce = import_module("dist_prims._backend").all_reduce
+    return direct_all_reduce(tensor, op, group)
 
-    It takes a tensor and a reduction, and returns False, without a call, unless they are a CPU tensor and a
-    ``ReduceOp`` that is complete: neither the name of a reduction nor a PREMUL_SUM without its factor.
 
-    ``direct_all_reduces`` keeps it, so that the next call need not look it up here.
-    """
-    members = dist.group.WORLD if group is None else group
-    if not isinstance(members, dist.ProcessGroup):
-        return None
-    backend = _backend_for(members, _CPU)
-    if not _is_dist_prims(backend):
-        return None
-    weakref.finalize(members, direct_all_reduces.pop, id(members), None)
-    return direct_all_reduces.setdefault(id(members), backend.all_reduce_)
+# Makes a synchronous all_reduce in place. Returns False, without a call, unless the arguments are a CPU tensor, a
+# ``ReduceOp`` that is complete (neither the name of a reduction nor a PREMUL_SUM without its factor), and a group whose
+# backend for CPU tensors is dist_prims.
+direct_all_reduce: Callable[[Any, Any, Any], bool] = _first_direct_all_reduce
 
 
 def direct_group(group: dist.ProcessGroup | None, data: Any, *block: Any) -> dist.ProcessGroup | None:

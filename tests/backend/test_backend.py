@@ -284,3 +284,29 @@ def test_nothing_stays_behind() -> None:
     before = children(), len(os.listdir("/proc/self/fd"))
     spawn(every_collective, 2)
     assert (children(), len(os.listdir("/proc/self/fd"))) == before
+
+
+def test_the_direct_all_reduce_takes_groups_of_this_backend_only() -> None:
+    """It reads the object of Python without the checks of pybind11."""
+
+    class Members(dist.ProcessGroup):
+        pass
+
+    def body() -> None:
+        from dist_prims._backend import all_reduce
+
+        tensor, world = torch.ones(2), dist.group.WORLD
+        no_groups = (None, 3, dist.GroupMember.NON_GROUP_MEMBER, backend_of())
+        in_python: Any = Members
+        without_a_backend = (in_python(0, 1), in_python.__new__(in_python))  # the second is not initialised
+        of_gloo = [dist.new_group(backend=name) for name in ("gloo", "cuda:gloo")]  # the second has none for the CPU
+        for group in (*no_groups, *without_a_backend, *of_gloo):
+            assert not all_reduce(tensor, Op.SUM, group), group
+        for arguments in ((), (tensor, Op.SUM), (3, Op.SUM, world), (tensor, "mean", world)):
+            assert not all_reduce(*arguments), arguments
+        assert all_reduce(tensor, Op.SUM, world)
+        assert all_reduce(tensor, dist.ReduceOp(Op.MAX), world)
+        with pytest.raises(TypeError, match="op is a ReduceOp or its name, not int"):
+            all_reduce(tensor, 3, world)
+
+    spawn(body, 1)

@@ -263,7 +263,7 @@ class Collectives:
         for count in counts:
             for reduce in (self.all_reduce, self.async_all_reduce, self.strided_all_reduce):
                 check(reduce, self.group, count, True, every)
-            is_direct = hasattr(self.backend, "all_reduce_")
+            is_direct = hasattr(self.backend, "run_call")
             check(self.direct_all_reduce, self.group, count, not is_direct, every)
             for reduce in (self.coalesced_all_reduce, self.reduce):
                 check(reduce, self.group, count, False, every)

@@ -304,7 +304,7 @@ void PrimsBackend::run_abort_hooks() const {
     }
 }
 
-void PrimsBackend::all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op) {
+void PrimsBackend::all_reduce_now(const at::Tensor& tensor, const c10d::ReduceOp& op) {
     // 1. Is this a plain tensor, on the short path of one host?
     check_owner();
     // The dispatcher of torch, which this path bypasses, refuses a DTensor or a FakeTensor; neither has memory.
@@ -322,7 +322,7 @@ void PrimsBackend::all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op) {
         c10d::AllreduceOptions opts;
         opts.reduceOp = op;
         opts.asyncOp = false;
-        Tensors tensors{std::move(tensor)};
+        Tensors tensors{tensor};
         allreduce(tensors, opts)->wait();
         return;
     }

@@ -95,7 +95,7 @@ public:
         return schedule ? schedule->name : "";
     }
     // A synchronous all_reduce in place. Bypasses torch's dispatcher, and for a plain tensor also submit().
-    void all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op);
+    void all_reduce_now(const at::Tensor& tensor, const c10d::ReduceOp& op);
     // A call of dist_prims.collectives, whose arguments are checked.
     WorkPtr run_call(CollectiveCall call, bool async);
     CallBuilder builder() const { return {rank_, size_}; }

@@ -8,6 +8,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "backend.h"
 #include "incremental_tensor.h"
@@ -255,19 +256,39 @@ std::optional<c10d::ReduceOp> reduction_of(py::handle object) {
                          Py_TYPE(object.ptr())->tp_name);
 }
 
-// PrimsBackend.all_reduce_(tensor, op): a synchronous all_reduce in place. Returns False, and makes no call, if the
-// arguments are not a CPU tensor and a reduction. A plain function of Python's C interface: pybind11 packs the
-// arguments into a tuple and looks up the class of each, which takes longer than the exchange between two ranks.
-PyObject* all_reduce_directly(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+// The backend of a group for CPU tensors; null if it is of another class, or if `group` is not a group. Reads the
+// object directly: py::cast would look its class up.
+c10::intrusive_ptr<PrimsBackend> cpu_backend_of(PyObject* group) {
+    static auto* const group_class =
+        reinterpret_cast<PyTypeObject*>(py::type::of<c10d::ProcessGroup>().release().ptr());
+    if (!PyObject_TypeCheck(group, group_class)) return {};
+    auto* const members = static_cast<c10d::ProcessGroup*>(
+        reinterpret_cast<py::detail::instance*>(group)->get_value_and_holder().value_ptr());
+    if (!members || !members->hasBackends()) return {};
     try {
-        const bool is_tensor = count == 2 && THPVariable_Check(arguments[0]);
-        const auto op = is_tensor ? reduction_of(arguments[1]) : std::nullopt;
-        if (!op || !THPVariable_Unpack(arguments[0]).is_cpu()) Py_RETURN_FALSE;
-        at::Tensor tensor = THPVariable_Unpack(arguments[0]);
-        // Python has checked the class of `self`. py::cast would look the class up.
-        const auto object = reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder();
+        const auto backend = members->getBackend(c10::kCPU);
+        const c10d::Backend& object = *backend;
+        if (typeid(object) != typeid(PrimsBackend)) return {};
+        return c10::static_intrusive_pointer_cast<PrimsBackend>(backend);
+    } catch (const c10::Error&) {  // no backend for CPU tensors
+        return {};
+    }
+}
+
+// all_reduce(tensor, op, group): a synchronous all_reduce in place. Returns False, and makes no call, unless the
+// arguments are a CPU tensor, a reduction, and a group whose backend for CPU tensors is PrimsBackend. A plain function
+// of Python's C interface: pybind11 packs the arguments into a tuple and looks up the class of each, which takes longer
+// than the exchange between two ranks.
+PyObject* all_reduce_directly(PyObject* /*module*/, PyObject* const* arguments, Py_ssize_t count) {
+    try {
+        if (count != 3 || !THPVariable_Check(arguments[0])) Py_RETURN_FALSE;
+        const at::Tensor& tensor = THPVariable_Unpack(arguments[0]);  // of an object that the caller keeps
+        const auto backend = tensor.is_cpu() ? cpu_backend_of(arguments[2]) : nullptr;
+        if (!backend) Py_RETURN_FALSE;
+        const auto op = reduction_of(arguments[1]);
+        if (!op) Py_RETURN_FALSE;
         const py::gil_scoped_release released;
-        object.value_ptr<PrimsBackend>()->all_reduce_now(std::move(tensor), *op);
+        backend->all_reduce_now(tensor, *op);
     } catch (py::error_already_set& error) {
         error.restore();
         return nullptr;
@@ -285,8 +306,7 @@ PyObject* all_reduce_directly(PyObject* self, PyObject* const* arguments, Py_ssi
 PYBIND11_MODULE(_backend, module) {
     module.doc() = "The backend of torch.distributed; see dist_prims.backend.";
     using Free = py::call_guard<py::gil_scoped_release>;
-    py::class_<PrimsBackend, c10d::Backend, c10::intrusive_ptr<PrimsBackend>> backend(module, "PrimsBackend");
-    backend
+    py::class_<PrimsBackend, c10d::Backend, c10::intrusive_ptr<PrimsBackend>>(module, "PrimsBackend")
         .def(py::init(&make_backend), py::kw_only(), py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("timeout"), py::arg("setup"), py::arg("ended"))
         .def_property_readonly("spans_hosts", &PrimsBackend::spans_hosts)
@@ -322,11 +342,10 @@ PYBIND11_MODULE(_backend, module) {
              py::arg("check"), py::arg("async_op"), Free())
         .def("incremental_reduce", &IncrementalTensor::make, Free())
         .def("record", &PrimsBackend::record, Free());
-    static PyMethodDef all_reduce_method{
-        "all_reduce_", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&all_reduce_directly)), METH_FASTCALL,
+    static PyMethodDef all_reduce_function{
+        "all_reduce", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&all_reduce_directly)), METH_FASTCALL,
         nullptr};
-    backend.attr("all_reduce_") = py::reinterpret_steal<py::object>(
-        PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(backend.ptr()), &all_reduce_method));
+    module.attr("all_reduce") = py::reinterpret_steal<py::object>(PyCFunction_New(&all_reduce_function, nullptr));
     py::class_<TcpEndpoint, std::shared_ptr<TcpEndpoint>>(module, "TcpEndpoint")
         .def(py::init([](int listening) { return std::make_shared<TcpEndpoint>(TcpEndpoint{Socket(listening)}); }))
         .def_readwrite("addresses", &TcpEndpoint::addresses)
