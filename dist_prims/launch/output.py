@@ -25,17 +25,23 @@ def is_interactive(stream: TextIO | None) -> bool:
     return stream is not None and (stream.isatty() or hasattr(builtins, "__IPYTHON__"))
 
 
+def open_pipe() -> int:
+    """Open a pipe for both directions, so that it never reports end of file, not even after the ranks have exited."""
+    ends = os.pipe()
+    try:
+        return os.open(f"/proc/self/fd/{ends[0]}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    finally:
+        for end in ends:
+            os.close(end)
+
+
 class Output:
     """The pipe of one output stream of one rank, on the side of the parent. ``name`` is "stdout" or "stderr"."""
 
     def __init__(self, name: str, rank: int, prefix: bool) -> None:
         self._name, self._prefix = name, f"[rank {rank}] " if prefix else ""
         self._rest = b""  # the beginning of an incomplete line
-        reads, writes = os.pipe()
-        # Opened for both directions, the pipe never reports end of file, not even after the rank has exited.
-        self.descriptor = os.open(f"/proc/self/fd/{reads}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        os.close(reads)
-        os.close(writes)
+        self.descriptor = open_pipe()
 
     def forward(self) -> None:
         """Write the lines that are complete to the stream of the parent."""

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..autoload import prepare
-from .spawn_parent import RankProcesses
+from .spawn_parent import Opened, RankProcesses
 
 __all__: list[str] = []
 
@@ -78,7 +78,8 @@ def spawn(
     if method not in ("fork", "spawn"):
         raise ValueError(f"spawn: start_method is {method!r}; choose 'fork' or 'spawn'")
     prepared = prepare(backend) if backend or init else None
-    with RankProcesses(nprocs, start_timeout, timeout, prefix, min_ranks or nprocs) as processes:
+    with Opened() as opened:
+        processes = RankProcesses(nprocs, start_timeout, timeout, prefix, min_ranks or nprocs, opened)
         processes.start(method, fn, args, prepared if init else None)
         results = processes.results()
         processes.finish()

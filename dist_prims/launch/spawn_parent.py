@@ -23,7 +23,7 @@ from typing import Any
 from ..rendezvous.deadline import until
 from ..rendezvous.secret import Secret
 from ..threads import remedy
-from .output import Output, is_interactive
+from .output import Output, is_interactive, open_pipe
 from .payload import Payload, hidden_main, unpacked
 from .spawn_child import NOTICE, RAISED, RETURNED, SHOW_STACK, RankSpec, rank_main
 
@@ -56,29 +56,39 @@ class RankFailedError(RuntimeError):
         return type(self), (str(self), self.rank)
 
 
+class Opened(contextlib.ExitStack):
+    """What a call has opened, which is closed at its end, also where a further descriptor cannot be opened."""
+
+    def add(self, descriptor: int) -> int:
+        self.callback(os.close, descriptor)
+        return descriptor
+
+
 class RankProcesses:
-    """The rank processes of one call. No process, and no file shared with one, outlives the ``with`` block."""
+    """The rank processes of one call. No process, and no file shared with one, outlives the context of ``opened``."""
 
     def __init__(
-        self, size: int, start_timeout: float, timeout: float | None, prefix: bool | None, min_ranks: int
+        self,
+        size: int,
+        start_timeout: float,
+        timeout: float | None,
+        prefix: bool | None,
+        min_ranks: int,
+        opened: Opened,
     ) -> None:
         """The parameters are described at :func:`dist_prims.spawn`; ``size`` is the number of ranks."""
         self.start_timeout, self.timeout, self.min_ranks = start_timeout, timeout, min_ranks
-        self.store = _anonymous_file("store")
-        self.notices, self.notices_end = os.pipe()  # descriptors: the parent reads, the ranks write
-        self.exit_pipe, self.exit_pipe_end = os.pipe()  # the ranks read, the parent writes
-        self.ranks = [_Rank(number, size, prefix) for number in range(size)]
+        self.store = opened.add(_anonymous_file("store"))
+        self.notices = opened.add(open_pipe())  # the parent reads, the ranks write
+        self.exit_pipe = opened.add(open_pipe())  # the ranks read, the parent writes
+        self.ranks = [_Rank(number, size, prefix, opened) for number in range(size)]
+        opened.callback(self._end)
 
-    def __enter__(self) -> "RankProcesses":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def _end(self) -> None:
         for rank in self.ranks:
             rank.kill()
         for rank in self.ranks:
             rank.close()
-        for descriptor in (self.store, self.notices, self.notices_end, self.exit_pipe, self.exit_pipe_end):
-            os.close(descriptor)
 
     def start(self, method: str, fn: Callable[..., Any], args: tuple[Any, ...], backend: str | None) -> None:
         """Start all ranks. Return when every rank has joined the group and is about to call the function.
@@ -99,7 +109,7 @@ class RankProcesses:
                     parent=os.getpid(),
                     secret=secret,
                     store=_path(self.store),
-                    notices=_path(self.notices_end),
+                    notices=_path(self.notices),
                     exit_pipe=_path(self.exit_pipe),
                     report=_path(rank.report),
                     stack=_path(rank.stack),
@@ -119,7 +129,7 @@ class RankProcesses:
 
     def finish(self) -> None:
         """Let the ranks destroy their group and exit. Return when all have exited."""
-        os.write(self.exit_pipe_end, bytes(len(self.ranks)))
+        os.write(self.exit_pipe, bytes(len(self.ranks)))
         deadline = time.monotonic() + self.start_timeout
         limit = f"start_timeout={self.start_timeout:g}"
         self._watch(lambda rank: rank.exitcode == 0, "destroying their group", deadline, limit)
@@ -201,15 +211,16 @@ class RankProcesses:
 class _Rank:
     """One rank, on the side of the parent."""
 
-    def __init__(self, number: int, size: int, prefix: bool | None) -> None:
-        self.number = number
+    def __init__(self, number: int, size: int, prefix: bool | None, opened: Opened) -> None:
+        self.number, self._opened = number, opened
         self.process: BaseProcess | None = None
         self.pidfd = -1
-        self.report, self.stack = _anonymous_file("report"), _anonymous_file("stack")
-        self.outputs = [
-            Output(name, number, size > 1 and is_interactive(getattr(sys, name)) if prefix is None else prefix)
-            for name in ("stdout", "stderr")
-        ]
+        self.report = opened.add(_anonymous_file("report"))
+        self.stack = opened.add(_anonymous_file("stack"))
+        self.outputs: list[Output] = []
+        for name in ("stdout", "stderr"):
+            has_prefix = size > 1 and is_interactive(getattr(sys, name)) if prefix is None else prefix
+            self.outputs.append(opened.enter_context(contextlib.closing(Output(name, number, has_prefix))))
         self.kind: int | None = None  # of its last notice: STARTED, then RETURNED or RAISED
         self.when = 0  # the time in its last notice, in ns
         self.is_lost = False  # whether it has died, and the others go on without it
@@ -223,7 +234,7 @@ class _Rank:
                 text = f"spawn: rank {self.number}: its process cannot start ({error.strerror}); {remedy()}"
                 raise RuntimeError(text) from None
         self.process = process
-        self.pidfd = os.pidfd_open(process.pid or 0)
+        self.pidfd = self._opened.add(os.pidfd_open(process.pid or 0))
 
     @property
     def exitcode(self) -> int | None:
@@ -267,19 +278,13 @@ class _Rank:
         if self.process and self.process.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)  # the rank and its child processes
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)  # a rank that has not called setpgid yet
+            self.process.kill()  # a rank that has not called setpgid yet
 
     def close(self) -> None:
         if self.process:
             self.process.join(_EXIT_TIME)
             with contextlib.suppress(ValueError):  # the process has not exited
                 self.process.close()
-            os.close(self.pidfd)
-        os.close(self.report)
-        os.close(self.stack)
-        for output in self.outputs:
-            output.close()
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -302,6 +303,21 @@ def test_ranks_do_not_collect_what_became_garbage_in_the_parent() -> None:
     finally:
         gc.set_threshold(*thresholds)
         gc.collect()
+
+
+def test_a_call_without_enough_descriptors_closes_what_it_has_opened() -> None:
+    """Each such call kept its pipes and files open, so that a later call failed with fewer ranks, too."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = len(os.listdir("/proc/self/fd"))
+    with open(os.devnull) as first_free:
+        for more in range(10):  # the two ranks need eleven
+            resource.setrlimit(resource.RLIMIT_NOFILE, (first_free.fileno() + 2 + more, limits[1]))
+            try:
+                with pytest.raises(OSError, match="Too many open files"):
+                    dist_prims.spawn(dist.get_rank, 2, timeout=60, init=False)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(os.listdir("/proc/self/fd")) == files
 
 
 def test_spawn_in_several_threads_leaves_garbage_collection_enabled() -> None:
