@@ -132,23 +132,21 @@ def abort_on_exception() -> None:
         show(kind, error, trace)
         if _outermost is show_and_abort and MPI.COMM_WORLD.Get_size() > 1:
             for number, stream in ((1, sys.stdout), (2, sys.stderr)):
-                stream.flush()
-                _wait_until_read(number)
+                with contextlib.suppress(Exception):  # a stream that the program has closed, for example
+                    stream.flush()
+                    _wait_until_read(number)
             MPI.COMM_WORLD.Abort(1)
 
     _outermost = sys.excepthook = show_and_abort
 
 
 def _wait_until_read(descriptor: int) -> None:
-    """Wait until the launcher has read a pipe.
+    """Wait until the launcher has read a pipe; TimeoutError after a second.
 
     On an abort MPICH's launcher discards output that it has not read yet.
     """
     if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-        with contextlib.suppress(TimeoutError):
-            until(
-                lambda: not any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))), time.monotonic() + 1.0, "a reader"
-            )
+        until(lambda: not any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))), time.monotonic() + 1.0, "a reader")
 
 
 _outermost: Callable[..., None] | None = None

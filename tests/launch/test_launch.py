@@ -196,8 +196,11 @@ def test_an_mpi_that_is_not_the_launchers_is_named() -> None:
 
 
 @needs_mpirun
-def test_an_exception_ends_the_whole_job_under_mpirun() -> None:
-    program = SUM + "if place.rank == 1: raise LookupError('this one')\nimport time; time.sleep(1000)\n"
+@pytest.mark.parametrize("before", ["", pytest.param("sys.stdout.close(); ", marks=pytest.mark.slow)])
+def test_an_exception_ends_the_whole_job_under_mpirun(before: str) -> None:
+    """A rank that had closed its stdout did not abort the job, because the flush of the stream raised."""
+    failure = f"if place.rank == 1: {before}raise LookupError('this one')"
+    program = f"{SUM}import sys, time\n{failure}\ntime.sleep(1000)\n"
     done = run([str(MPIRUN), "-n", "2", sys.executable, "-c", program])
     assert done.returncode != 0
     assert "LookupError: this one" in done.stderr
