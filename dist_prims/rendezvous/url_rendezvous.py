@@ -3,6 +3,7 @@
 The process of rank 0 serves the store until it exits: a later rendezvous at the same URL finds it there.
 """
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -159,9 +160,9 @@ def _check_file(path: str) -> None:
 
     A record is a length and as many bytes.
     """
-    if not os.path.exists(path):
-        return
-    with open(path, "rb") as file:
+    content = b""
+    # An earlier group removes its file at its end.
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_SH)  # FileStore writes under the exclusive lock
         content = file.read()
     end = 0

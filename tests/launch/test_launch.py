@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from launching import MPIRUN, SUM, clean, forked, free_port, needs_mpirun, run, 
 
 import dist_prims
 from dist_prims.launch import Placement
+from dist_prims.rendezvous import url_rendezvous
 from dist_prims.rendezvous.network import interface_addresses, is_loopback
 
 BACKEND = "cpu:dist_prims,cuda:nccl" if torch.cuda.is_available() else "dist_prims"
@@ -119,6 +122,25 @@ def test_a_file_that_is_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("dear diary")
     [program] = meeting_at(f"file://{tmp_path}/notes", [0])
     assert "exists and is not a rendezvous file" in forked((program, clean()))[0].stderr
+
+
+def test_a_file_that_an_earlier_group_removes_at_this_moment_is_no_error(tmp_path: Path) -> None:
+    """The rank looked whether there is a file, and then failed to open it."""
+    file, stop = tmp_path / "meeting", threading.Event()
+
+    def make_and_remove() -> None:
+        while not stop.is_set():
+            file.touch()
+            file.unlink()
+
+    with ThreadPoolExecutor(1) as threads:
+        earlier_groups = threads.submit(make_and_remove)
+        try:
+            for _ in range(5000):
+                url_rendezvous._check_file(str(file))
+        finally:
+            stop.set()
+        earlier_groups.result()
 
 
 def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
