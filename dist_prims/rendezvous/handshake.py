@@ -236,6 +236,7 @@ class _Rank0:
         self._store, self._size, self._secret = store, size, secret
         self._text, self._decide = text, decide
         self._name = secrets.token_hex(8)
+        self._acknowledgements = [f"{self._name}/acknowledged/{rank}" for rank in range(1, size)]  # their keys
         self._answered: dict[int, _Answer] = {}  # by rank
         self._looked = time.monotonic()  # when this rank last read hellos
         self._last: dict[int, bytes] = {}  # the last hello, by rank
@@ -284,10 +285,9 @@ class _Rank0:
 
     def _wait_for_readers(self) -> None:
         """Return when the other ranks have read what was published, and deleted their keys; else after some seconds."""
-        keys = [f"{self._name}/acknowledged/{rank}" for rank in range(1, self._size)]
 
         def have_read() -> bool:
-            return not any(self._store.check([key]) for key in keys)
+            return not any(self._store.check([key]) for key in self._acknowledgements)
 
         with contextlib.suppress(TimeoutError):
             until(have_read, time.monotonic() + SECONDS_FOR_READERS, "the others")
@@ -335,19 +335,19 @@ class _Rank0:
             warn(f"rank 0 refuses a process as rank {rank} of {self._size}: it has {self._refused[rank]}; {REMEDY}")
 
     def _is_acknowledged(self) -> bool:
-        keys = [f"{self._name}/acknowledged/{rank}" for rank in range(1, self._size)]
-        if len(self._answered) < self._size - 1 or not self._store.check(keys):
+        if len(self._answered) < self._size - 1 or not self._store.check(self._acknowledgements):
             return False
         return all(
             verified(text, self._secret, ("acknowledgement", rank, self._answered[rank].token)) == [self._name]
-            for rank, text in enumerate(self._store.multi_get(keys), start=1)
+            for rank, text in enumerate(self._store.multi_get(self._acknowledgements), start=1)
         )
 
     def _missing(self) -> str:
         """What the error at the deadline says."""
         missing = [rank for rank in range(1, self._size) if rank not in self._answered]
         if not missing:
-            return "no acknowledgement of a rank"
+            late = [int(key.rpartition("/")[2]) for key in missing_keys(self._store, self._acknowledgements)]
+            return f"no acknowledgement of ranks {late}" if late else "no acknowledgement with a right code"
         refused = [
             f"; a process that came as rank {rank} has {self._refused[rank]}"
             for rank in missing

@@ -81,6 +81,18 @@ def test_all_ranks_name_the_missing_ones() -> None:
         assert [*threads.map(error, (0, 1))] == ["no sign of ranks [2, 3]"] * 2
 
 
+def test_rank_0_names_the_ranks_that_do_not_acknowledge() -> None:
+    """It said "no acknowledgement of a rank". Here rank 2 ends after its hello."""
+    store = dist.HashStore()
+    store.set("hello/2", module.signed(OURS.of_group("0"), ("hello", 2, 3), "0" * 16, "host", module.version(), ""))
+    with ThreadPoolExecutor(1) as threads:
+        rank_1 = threads.submit(join, store, 1, OURS, 3, 2)
+        with pytest.raises(TimeoutError, match=r"^no acknowledgement of ranks \[2\]$"):
+            join(store, 0, OURS, 3, 1)
+        with pytest.raises(TimeoutError, match="no sign of rank 0, which may itself wait"):
+            rank_1.result()
+
+
 _THREAD = threading.local()  # its version: that of the rank
 
 
