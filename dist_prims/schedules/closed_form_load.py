@@ -19,6 +19,7 @@ another :data:`LoadItem`. :func:`load_of` adds them up to a :class:`~.load.Load`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -103,8 +104,8 @@ def shifted(size: int, distance: int, chunks: float = 1, reduce: bool = False) -
     [(0, 3, 2), (3, 5, -3)]
     """
     ahead = distance % size
-    moves = (MessageSet(0, size - ahead, ahead), MessageSet(size - ahead, size, ahead - size))
-    return [replace(move, chunks=chunks, reduce=reduce) for move in moves if move.shift]
+    ranks_and_shifts = ((0, size - ahead, ahead), (size - ahead, size, ahead - size))
+    return [MessageSet(*move, chunks=chunks, reduce=reduce) for move in ranks_and_shifts if move[-1]]
 
 
 def exchanged(size: int, distance: int, chunks: float = 1, reduce: bool = False, first: int = 0) -> list[MessageSet]:
@@ -290,11 +291,16 @@ FEW_RANKS = 64  # up to this number of ranks, cards may yield each step; an algo
 LoadItem = EqualSteps | AllPairs | Star | Step | Busiest | Load
 
 
-def load_of(items: Iterable[LoadItem], hosts: Hosts, share: float) -> Load:
+class TooManyMessages(Exception):
+    """The busiest rank has more messages between hosts than the caller permits."""
+
+
+def load_of(items: Iterable[LoadItem], hosts: Hosts, share: float, most_messages: float = math.inf) -> Load:
     """The load of an algorithm from the items that its card yields, for chunks that are ``share`` of the data.
 
     Unless an item is a :class:`Busiest`, the same rank is assumed to be the busiest in each step. An item that is a
-    :class:`~.load.Load` is a phase whose load is known.
+    :class:`~.load.Load` is a phase whose load is known. Raises TooManyMessages, without the calculation of a load, if
+    the items show that the busiest rank has more than ``most_messages`` between hosts.
     """
     times: list[int] = []
     rows: list[Floats] = []
@@ -303,7 +309,7 @@ def load_of(items: Iterable[LoadItem], hosts: Hosts, share: float) -> Load:
     busiest: Busiest | None = None
     known: dict[int, tuple[Any, _StepLoad]] = {}  # of groups that several items have
     # 1. Each item gives rows, a known load, or the busiest rank.
-    for item in items:
+    for item in _read(items, hosts, most_messages):
         if isinstance(item, Load):
             phases.append(item)
         elif isinstance(item, Busiest):
@@ -330,6 +336,39 @@ def load_of(items: Iterable[LoadItem], hosts: Hosts, share: float) -> Load:
     return Load.joined([own, *phases]) if phases else own
 
 
+def _read(items: Iterable[LoadItem], hosts: Hosts, most_messages: float) -> list[LoadItem]:
+    """The items; TooManyMessages as soon as those read so far have more than ``most_messages`` between hosts."""
+    read: list[LoadItem] = []
+    messages, of_busiest = 0.0, 0.0
+    for item in items:
+        read.append(item)
+        messages += _least_outer_messages(item, hosts)
+        of_busiest = item.messages if isinstance(item, Busiest) else of_busiest
+        if messages and max(messages, of_busiest) > most_messages:
+            raise TooManyMessages
+    return read
+
+
+def _least_outer_messages(item: LoadItem, hosts: Hosts) -> float:
+    """A lower bound of the messages between hosts of the busiest rank."""
+    match item:
+        case EqualSteps():
+            beyond = max(hosts.ranks)  # a rank that is so far away is on another host
+            crossing = (any(abs(m.shift) >= beyond and m.first < m.last for m in group) for group in item.groups)
+            return item.times * sum(crossing)
+        case AllPairs():
+            return hosts.size - min(hosts.ranks)
+        case Star():
+            return hosts.size - hosts.ranks[0]
+        case Step():
+            rows, _ = item.narrow
+            return int((hosts.host_of[rows.src] != hosts.host_of[rows.dst]).any())
+        case Load():
+            return float(item.times @ item.rows[:, OUTER])
+        case Busiest():
+            return 0
+
+
 def _load_of_item(
     item: EqualSteps | AllPairs | Star | Step, hosts: Hosts, known: dict[int, tuple[Any, _StepLoad]]
 ) -> tuple[int, _StepLoad]:
@@ -352,23 +391,3 @@ def backwards(items: Iterable[LoadItem], reduce: bool = True) -> Iterator[LoadIt
     for item in reversed([*items]):
         assert isinstance(item, EqualSteps)
         yield EqualSteps(item.times, [[move.backwards(reduce) for move in group] for group in item.groups])
-
-
-def side_by_side(loads: Sequence[Load], copies: Sequence[int] | None = None) -> Load:
-    """The load of phases that run at once on different hosts.
-
-    ``copies``: on how many hosts each phase runs, if all hosts are on one machine; None if each host is a machine.
-    """
-    numbers = np.ones(len(loads)) if copies is None else np.asarray(copies)
-    scaled = [load.scaled(link=times, machine=times) for load, times in zip(loads, numbers.tolist(), strict=True)]
-    if len(scaled) == 1:
-        return scaled[0]
-    length = max(load.steps for load in scaled)
-    rows = np.zeros((len(scaled), length, COLUMNS))  # [phase, step, column]; a shorter phase ends in rows of zeros
-    for load, of_load in zip(scaled, rows, strict=True):
-        of_load[: load.steps] = np.repeat(load.rows, load.times, axis=0)
-    every, busiest = rows.max(axis=0), np.array([load.busiest for load in scaled])
-    most = busiest.max(axis=0)
-    if copies is not None:
-        every[:, MACHINE], most[MACHINE] = rows[:, :, MACHINE].sum(axis=0), busiest[:, MACHINE].sum(axis=0)
-    return Load(np.ones(length, np.int64), every, most, max(load.busy_steps for load in scaled))

@@ -225,10 +225,10 @@ def best_segments(load: Load, nbytes: float, topology: Topology) -> int:
     added = _segment_step(topology) * load.busy_steps  # by each segment
     uncut = load_seconds(load, nbytes, topology)
     best, shortest = 1, uncut + added
-    if load.steps > _MOST_STEPS_CUT or 2 * uncut < _LEAST_SECONDS:
+    if load.steps > _MOST_STEPS_CUT:
         return 1
     segments = 2
-    while segments <= MOST_SEGMENTS and segments * added < shortest:
+    while segments <= MOST_SEGMENTS and segments * (_LEAST_SECONDS + added) < shortest:
         time = load_seconds(load, nbytes, topology, segments)
         if time >= segments * _LEAST_SECONDS and time + added * segments < shortest:
             best, shortest = segments, time + added * segments

@@ -98,6 +98,26 @@ class Load:
         )
 
 
+def side_by_side(loads: Sequence[Load], copies: Sequence[int] | None = None) -> Load:
+    """The load of phases that run at once on different hosts.
+
+    ``copies``: on how many hosts each phase runs, if all hosts are on one machine; None if each host is a machine.
+    """
+    numbers = np.ones(len(loads)) if copies is None else np.asarray(copies)
+    scaled = [load.scaled(link=times, machine=times) for load, times in zip(loads, numbers.tolist(), strict=True)]
+    if len(scaled) == 1:
+        return scaled[0]
+    length = max(load.steps for load in scaled)
+    rows = np.zeros((len(scaled), length, COLUMNS))  # [phase, step, column]; a shorter phase ends in rows of zeros
+    for load, of_load in zip(scaled, rows, strict=True):
+        of_load[: load.steps] = np.repeat(load.rows, load.times, axis=0)
+    every, busiest = rows.max(axis=0), np.array([load.busiest for load in scaled])
+    most = busiest.max(axis=0)
+    if copies is not None:
+        every[:, MACHINE], most[MACHINE] = rows[:, :, MACHINE].sum(axis=0), busiest[:, MACHINE].sum(axis=0)
+    return Load(np.ones(length, np.int64), every, most, max(load.busy_steps for load in scaled))
+
+
 @dataclass(frozen=True)
 class Hosts:
     """The number of ranks of each host, and whether the hosts share one machine. Ranks are numbered host by host.

@@ -12,6 +12,7 @@ depends on the number of ranks. Up to 512 ranks the steps of an algorithm that a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from ..units import check_bytes
+from .closed_form_load import TooManyMessages
 from .contract import COLLECTIVES
 from .cost import Seconds, best_segments, least_seconds, load_seconds, lower_bound, seconds_by_kind
 from .cost_card import ceil_log2
@@ -118,13 +120,13 @@ def recommend(
     return Advice(tuple(ranked), bound(collective, nbytes, topology))
 
 
-def _use_of_links(schedule: Schedule, topology: Topology) -> tuple[int, int]:
-    """The largest number of hosts that send to one host in one step, and to which one host sends in all steps.
+def _counts_of_steps(schedule: Schedule, topology: Topology) -> tuple[int, int, int]:
+    """Three counts: of hosts that send to one host in one step, of hosts to which one host sends, and of transfers.
 
-    Concurrent streams slow each other down on a link. A connection that has been idle begins slowly: TCP first finds
-    out again how fast it may send.
+    The first two are the largest of any host, the last two are of all steps together. Concurrent streams slow each
+    other down on a link. A connection that has been idle begins slowly: TCP first finds out again how fast it may send.
     """
-    fan_in, hosts, host_of = 0, len(topology.hosts), Hosts.of(topology).host_of
+    fan_in, transfers, hosts, host_of = 0, 0, len(topology.hosts), Hosts.of(topology).host_of
     reached = np.zeros((hosts, hosts), np.bool_)
     for step in schedule.steps:
         messages, _ = step.narrow
@@ -133,7 +135,8 @@ def _use_of_links(schedule: Schedule, topology: Topology) -> tuple[int, int]:
         np.fill_diagonal(sends, False)
         fan_in = max(fan_in, int(sends.sum(axis=0).max()))
         reached |= sends
-    return fan_in, int(reached.sum(axis=1).max())
+        transfers += len(step)
+    return fan_in, int(reached.sum(axis=1).max()), transfers
 
 
 def _preference(candidate: Candidate, topology: Topology) -> tuple[Any, ...]:
@@ -144,9 +147,14 @@ def _preference(candidate: Candidate, topology: Topology) -> tuple[Any, ...]:
     """
     schedule = candidate.schedule
     is_flat = "hosts" not in dict(schedule.parameters)
-    transfers = sum(map(len, schedule.steps)) * candidate.segments
+    fan_in, reached, transfers = _counts_of_steps(schedule, topology)
     reduced = round(float(candidate.load.times @ candidate.load.rows[:, REDUCED]), 9)
-    return *_use_of_links(schedule, topology), is_flat, reduced, transfers, candidate.load.steps
+    return fan_in, reached, is_flat, reduced, transfers * candidate.segments, candidate.load.steps
+
+
+@functools.lru_cache(maxsize=1024)
+def _steps_by_card(registered: Algorithm, size: int) -> float:
+    return float(registered.card.evaluate("steps", size)) if registered.built_in and registered.card else math.inf
 
 
 @dataclass
@@ -206,17 +214,34 @@ class _Search:
         return "hierarchical", {"inner": inner, "outer": outer, "hosts": self.topology.hosts}
 
     def _priced(self, algorithms: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Candidate]:
-        """The candidates of these algorithms and parameters, without those that are wrong."""
-        found = []
-        for name, parameters in algorithms:
+        """The candidates of these algorithms and parameters, without those that are wrong.
+
+        Algorithms of few steps are priced first: for small data they are fast, and exclude the others soon.
+        """
+        found = {}
+        by_steps = sorted(enumerate(algorithms), key=lambda item: self._steps(*item[1]))
+        for place, (name, parameters) in by_steps:
             if candidate := priced(self._price, self.collective, name, self.topology.size, **parameters):
-                found.append(candidate)
+                found[place] = candidate
                 self.shortest = min(self.shortest, candidate.seconds)
-        return found
+        return [found[place] for place in sorted(found)]
+
+    def _steps(self, name: str, parameters: Mapping[str, Any]) -> float:
+        """The steps of an algorithm, or of its phase between hosts, by the formula of its card."""
+        size = len(self.topology.hosts) if "outer" in parameters else self.topology.size
+        return _steps_by_card(lookup(self.collective, parameters.get("outer", name)), size)
 
     def _price(self, schedule: Schedule) -> Candidate | None:
-        nbytes, topology = self.nbytes, self.topology
-        load = load_by_card(lookup(self.collective, schedule.algorithm), Hosts.of(topology), schedule.parameters)
+        nbytes, topology, hosts = self.nbytes, self.topology, Hosts.of(self.topology)
+        # With so many messages between hosts the price is not among the best. Twice the tolerance, because of rounding.
+        alpha = topology.outer.alpha
+        most = self.shortest * (1 + 2 * _TOLERANCE) / alpha if self.only_best and alpha else math.inf
+        try:
+            if outer := dict(schedule.parameters).get("outer"):
+                load_by_card(lookup(self.collective, outer), hosts.one_rank_each, most_messages=most)
+            load = load_by_card(lookup(self.collective, schedule.algorithm), hosts, schedule.parameters, most)
+        except TooManyMessages:
+            return None
         if self.only_best and least_seconds(load, nbytes, topology) > self.shortest * (1 + _TOLERANCE):
             return None
         segments = best_segments(load, nbytes, topology)

@@ -9,6 +9,7 @@ import difflib
 import functools
 import importlib
 import inspect
+import math
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,20 +70,39 @@ class Algorithm:
         return _count(self.chunks, size, parameters, default=1 if self.collective in _ONE_CHUNK else size)
 
 
-def load_by_card(registered: Algorithm, hosts: Hosts, parameters: tuple[tuple[str, Any], ...] = ()) -> Load:
+def load_by_card(
+    registered: Algorithm,
+    hosts: Hosts,
+    parameters: tuple[tuple[str, Any], ...] = (),
+    most_messages: float = math.inf,
+) -> Load:
     """The load of an algorithm on hosts, from its card; without one for these hosts, its steps are counted.
 
     Up to 512 ranks the steps of an algorithm that a user has registered are counted even if it has a card, which may be
     wrong. Above that it needs a card (ValueError), because counting the steps may take hours.
 
+    Raises TooManyMessages if the load has not been computed before, and the card shows that the busiest rank has more
+    than ``most_messages`` between hosts. The load is not computed then.
+
     >>> load_by_card(lookup("all_reduce", "ring"), Hosts((8,) * 12_500)).steps
     199998
     """
-    return _load_once(_changes, registered, hosts, parameters)
+    known = _known_load(_changes, registered, hosts, parameters)
+    if not known:
+        known.append(_new_load(registered, hosts, parameters, most_messages))
+    return known[0]
 
 
 @functools.lru_cache(maxsize=1024)
-def _load_once(_version: int, registered: Algorithm, hosts: Hosts, parameters: tuple[tuple[str, Any], ...]) -> Load:
+def _known_load(
+    _version: int, _registered: Algorithm, _hosts: Hosts, _parameters: tuple[tuple[str, Any], ...]
+) -> list[Load]:
+    return []  # until the load is computed
+
+
+def _new_load(
+    registered: Algorithm, hosts: Hosts, parameters: tuple[tuple[str, Any], ...], most_messages: float
+) -> Load:
     params = {**registered.parameters, **dict(parameters)}
     card_load = None if registered.card is None else registered.card.load
     if registered.built_in and params.get("hosts", ()) is None and len(hosts.ranks) == 1:  # a hierarchy's default hosts
@@ -99,7 +119,7 @@ def _load_once(_version: int, registered: Algorithm, hosts: Hosts, parameters: t
         raise ValueError(f"{name} has no card with a load, and above {_MOST_RANKS_COUNTED} ranks no steps are counted")
     share = 0.0 if registered.collective == "barrier" else 1 / registered.number_of_chunks(hosts.size, params)
     params.pop("hosts", None)
-    load = load_of(card_load(hosts, **params), hosts, share)
+    load = load_of(card_load(hosts, **params), hosts, share, most_messages)
     if not (np.isfinite(load.rows).all() and (load.rows >= 0).all()):
         raise ValueError(f"the card of {registered.collective} {registered.name!r} gives a load that is no count")
     return load
@@ -266,7 +286,7 @@ def lookup(collective: str, name: str) -> Algorithm:
     Traceback (most recent call last):
     ValueError: unknown gather algorithm 'binomal'; did you mean 'binomial'? known: binomial, direct, hierarchical
     """
-    known = algorithms(collective)
-    if name not in known:
-        raise ValueError(nearest(f"{collective} algorithm", name, known))
-    return _registry[collective, name]
+    _load()
+    if registered := _registry.get((collective, name)):
+        return registered
+    raise ValueError(nearest(f"{collective} algorithm", name, algorithms(collective)))

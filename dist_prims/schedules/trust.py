@@ -42,7 +42,7 @@ def _users_algorithms(collective: str, algorithm: str, parameters: Mapping[str, 
     """The algorithms that are not built in, of this one and of every algorithm named by one of its parameters."""
     parts = {value for value in parameters.values() if isinstance(value, str)}
     named = [lookup(collective, algorithm)]
-    named += [lookup(kind, name) for kind in COLLECTIVES for name in algorithms(kind) if name in parts]
+    named += [lookup(kind, name) for kind in COLLECTIVES if parts for name in algorithms(kind) if name in parts]
     return [each for each in named if not each.built_in]
 
 

@@ -35,7 +35,7 @@ def clear() -> None:
     for cached in (
         multi_host._recommended,
         schedule_builder._build_once,
-        registry._load_once,
+        registry._known_load,
         program._compiled,
     ):
         cached.cache_clear()

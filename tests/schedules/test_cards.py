@@ -12,6 +12,7 @@ import pytest
 
 from dist_prims.collectives.algorithm_choice import cheapest
 from dist_prims.schedules import COLLECTIVES, algorithms, build, closed_form_load, lookup
+from dist_prims.schedules.closed_form_load import EqualSteps, LoadItem, TooManyMessages, load_of, shifted
 from dist_prims.schedules.cost import best_segments, cost_of, load_seconds
 from dist_prims.schedules.load import MESSAGES, OUTER, Hosts, Load, count
 from dist_prims.schedules.recommend import recommend
@@ -161,6 +162,28 @@ def test_one_distance_of_a_pairwise_exchange_stands_for_most_between_unequal_hos
     assert card.steps == steps.steps
     for nbytes in (8, 1e7):
         assert load_seconds(card, nbytes, links) == pytest.approx(load_seconds(steps, nbytes, links), rel=0.1)
+
+
+@pytest.mark.parametrize(("collective", "name"), REGISTRY)
+def test_a_card_shows_no_more_messages_between_hosts_than_its_load_has(collective: str, name: str) -> None:
+    registered = lookup(collective, name)
+    parameters = {key: value for key, value in registered.parameters.items() if key != "hosts"}
+    for place in map(Hosts, hosts_of(collective, name)):
+        items = [*registered.card.load(place, **parameters)]
+        load = load_of(items, place, 1)
+        most = max(load.times @ load.rows[:, OUTER], load.busiest[OUTER])
+        load_of(items, place, 1, most * (1 + 1e-9))  # does not raise
+
+
+def test_a_card_is_not_read_after_too_many_messages() -> None:
+    """In the first all_reduce of 32 hosts half of the time were loads of algorithms with too many messages."""
+
+    def items() -> Iterator[LoadItem]:
+        yield from [EqualSteps(2, [shifted(4, 1)])] * 2
+        pytest.fail("the card was read further")
+
+    with pytest.raises(TooManyMessages):
+        load_of(items(), Hosts((1,) * 4), 0.25, most_messages=3)
 
 
 LARGE = [(8,) * 12_500, (8,) * 12_499 + (4,), (100_000,)]

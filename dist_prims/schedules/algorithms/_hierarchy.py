@@ -27,10 +27,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..closed_form_load import side_by_side
 from ..contract import ROOTED
 from ..cost_card import default_ranks_a_host
-from ..load import Hosts, Load
+from ..load import Hosts, Load, side_by_side
 from ..registry import load_by_card, lookup
 from ..schedule_builder import build_shared
 from ..steps import CountedStep, Phase, ScheduleData, Step, WideStep
