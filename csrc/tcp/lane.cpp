@@ -4,7 +4,6 @@
 #include "lane.h"
 
 #include <sys/epoll.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -159,7 +158,7 @@ void TcpLane::release(const TcpMessagePtr& message) {
     const auto to = outgoing_.find(message->peer);
     if (to == outgoing_.end() || to->second.connection.withdraw(message)) return;
     // A part of the message has been sent, and the rest must follow. If no owner keeps the memory, the connection ends,
-    // and the peer regards this rank as dead. Such messages are released in part only when the group has ended.
+    // and the peer regards this rank as dead. A message without an owner comes here only when the group has ended.
     if (message->owner)
         given_up_.push_back(message);
     else

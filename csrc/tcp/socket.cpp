@@ -102,7 +102,7 @@ bool is_unanswered(const Socket& socket) {
     constexpr int kSentAgain = 2;  // after 0.6 s at least: the kernel doubles its interval of 0.2 s
     tcp_info info{};
     socklen_t length = sizeof(info);
-    // Probes: of a peer that does not read, whose kernel answers them, or where no route leads to the peer any more.
+    // The kernel probes a peer that does not read, or to which no route leads any more. An answer sets the count to 0.
     return ::getsockopt(socket.descriptor(), IPPROTO_TCP, TCP_INFO, &info, &length) == 0 &&
            std::max(info.tcpi_retransmits, info.tcpi_probes) >= kSentAgain;
 }

@@ -60,7 +60,7 @@ public:
         else
             ::eventfd_read(wake_.descriptor(), &count);
     }
-    // Whether no thread waits, and none has waited since `waits`, the number of waits so far, which is updated.
+    // Whether no thread waits, and none has waited since the last call. `waits`: of this function, between its calls.
     bool is_none_since(std::uint64_t& waits) const {
         return std::exchange(waits, waits_) == waits_ && awaited_.empty();
     }
