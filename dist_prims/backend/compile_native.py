@@ -179,10 +179,10 @@ def adapter_folder(version: str) -> str:
 
 def version_of(torch: Path) -> str:
     """The version of the torch in this folder, without importing it."""
-    found = re.search(r"^__version__ = '(.+)'$", (torch / "version.py").read_text(), re.MULTILINE)
-    if not found:
+    assignment = re.search(r"^__version__ = '(.+)'$", (torch / "version.py").read_text(), re.MULTILINE)
+    if not assignment:
         raise CompileError(f"{torch / 'version.py'} names no version of torch")
-    return found[1]
+    return assignment[1]
 
 
 def compiler() -> str:

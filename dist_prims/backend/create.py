@@ -319,7 +319,7 @@ class _DeathMonitor:
 
 
 class _Handshake(NamedTuple):
-    """What a rank knows after the handshake."""
+    """The result of :func:`_handshake`, which adds store, secret and rank 0's decision to a ``Meeting``."""
 
     store: Any  # that only the ranks of this attempt to make the group use
     attempt: str  # the name of this attempt, which is random

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch.distributed as dist
@@ -98,10 +97,10 @@ def _checked_bytes(option: str, value: object, least: int) -> int:
     )
 
 
-def keep_options(group_name: str, given: Any) -> BackendOptions:
+def keep_options(group_name: str, given: BackendOptions | None) -> BackendOptions:
     """Store the options of a group, and return them, or the defaults if the caller gave none."""
     _options.pop(group_name, None)  # of an earlier group of this name
-    if not isinstance(given, BackendOptions):
+    if given is None:
         return BackendOptions()
     _options[group_name] = given
     return given

@@ -149,10 +149,10 @@ def _find(known: _Known, environ: Mapping[str, str]) -> Launcher | None:
         if _number(environ, "SLURM_STEP_ID") >= _NOT_A_STEP_OF_SRUN:
             return None
         url = _url_of_step(environ)
-    elif name == _HYDRA and any(each.startswith("I_MPI_") for each in environ):
+    elif name == _HYDRA and any(variable.startswith("I_MPI_") for variable in environ):
         name = "mpirun of Intel MPI"
     size = _number(environ, known.size) if known.size else None
-    evidence = tuple(f"{each}={environ[each]}" for each in names)
+    evidence = tuple(f"{variable}={environ[variable]}" for variable in names)
     return Launcher(name, _number(environ, known.rank), size, evidence, url, known.medium)
 
 

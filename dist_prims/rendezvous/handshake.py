@@ -154,14 +154,14 @@ class _OtherRank:
                 published = verified(self._store.get(f"{name}/{HOSTS}"), self._secret, ("hosts", name)) or []
             return bool(published)
 
-        # 1. Hello, until rank 0 has answered.
+        # Step 1 of the module: hello, until rank 0 has answered (step 2).
         self._wait(is_answered, deadline, lambda: "rank 0")
-        # 2. The acknowledgement, and the hosts of all ranks.
+        # Step 3: the acknowledgement, and the hosts of all ranks.
         acknowledgement = signed(self._secret, ("acknowledgement", self._rank, self._token), name)
         acknowledged = f"{name}/acknowledged/{self._rank}"
         self._store.set(acknowledged, acknowledgement)
         self._wait(is_complete, deadline, lambda: self._awaited_ranks(name))
-        # 3. No rank reads the keys of this rank any more.
+        # Step 4: no rank reads the keys of this rank any more.
         with contextlib.suppress(RuntimeError):  # a store of the user may be unable to; the keys use memory only
             for key in (f"hello/{self._rank}", f"welcome/{self._token}", acknowledged):
                 self._store.delete_key(key)
@@ -251,12 +251,12 @@ class _Rank0:
                 self._answer(rank, hello)
             return self._is_acknowledged()
 
-        # 1. All ranks, or the deadline.
+        # Steps 1 to 3 of the module: answer hellos, until all ranks have acknowledged.
         try:
             until(is_acknowledged, deadline, "the others")
         except TimeoutError as error:
             raise TimeoutError(self._missing()) from error
-        # 2. What the ranks have in common.
+        # Step 3: publish the hosts and the decision, or an error.
         ranks = [_Answer("", host_id(), version(), self._text), *(self._answered[it] for it in range(1, self._size))]
         hosts, decision = [answer.host for answer in ranks], ""
         failure: Exception | None = None
@@ -277,7 +277,7 @@ class _Rank0:
             failure = RuntimeError(f"rank 0: the hosts of {self._size} ranks need {len(text)} bytes of text; {remedy}")
             text = signed(self._secret, ("hosts", self._name), "", f"{_FAILED}RuntimeError: {failure}", "")
         self._store.set(f"{self._name}/{HOSTS}", text)
-        # 3. An error: the store may end with this rank, so it waits until the others have read it.
+        # After an error the store may end with this rank, so the rank waits until the others have read the error.
         if failure:
             self._wait_for_readers()
             raise failure

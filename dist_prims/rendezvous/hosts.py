@@ -34,8 +34,8 @@ def on_one_machine(host_ids: Sequence[str]) -> bool:
     The result is False if a name comes from ``DIST_PRIMS_HOST_ID``, because its machine is unknown.
     """
     suffixes = [host.rpartition("-")[2] for host in host_ids]
-    are_known = all(len(each) == 2 * _DIGITS for each in suffixes)
-    return are_known and len({each[:_DIGITS] for each in suffixes}) == 1
+    are_known = all(len(suffix) == 2 * _DIGITS for suffix in suffixes)
+    return are_known and len({suffix[:_DIGITS] for suffix in suffixes}) == 1
 
 
 def has_cores(host_ids: Sequence[str], rank: int) -> bool:

@@ -33,6 +33,7 @@ __all__: list[str] = []
 _WIDTH = 1024  # bytes of an exchanged text: a host name, or the addresses of rank 0
 
 _is_mpi_inherited = False
+_outermost: Callable[..., None] | None = None  # the excepthook that aborts the job
 
 
 def is_mpi_inherited() -> bool:
@@ -147,6 +148,3 @@ def _wait_until_read(descriptor: int) -> None:
     """
     if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
         until(lambda: not any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))), time.monotonic() + 1.0, "a reader")
-
-
-_outermost: Callable[..., None] | None = None

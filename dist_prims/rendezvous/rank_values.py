@@ -45,7 +45,7 @@ def values_of_ranks(store: Any, rank: int, name: str, size: int) -> list[str]:
         return values
     try:
         answer = store.get(name).decode()
-    except RuntimeError as error:  # as in values_at()
+    except RuntimeError as error:  # after the timeout of the store, or for a value with a wrong code
         if not store.check([name]):
             timeout_error = _timeout_of(store, rank, name, keys)
             wait_for_readers(store, rank, name, size)  # rank 0, whose wait ends too, need not wait for this rank
@@ -60,7 +60,7 @@ def values_of_ranks(store: Any, rank: int, name: str, size: int) -> list[str]:
 
 
 def _timeout_of(store: Any, rank: int, name: str, keys: Mapping[int, str]) -> CommTimeoutError:
-    """The error of a rank that names the ranks without a value, or rank 0 if there is none."""
+    """The error of a rank, which names the ranks without a value; rank 0 if all have one."""
     missing = [key.removeprefix(f"{name}/") for key in missing_keys(store, [*keys.values()])]
     late = ", ".join(missing) or "0, which may itself wait for another rank"
     return timeout_while_made(rank, f"no sign of rank {late}")
@@ -109,7 +109,7 @@ def values_at(store: Any, rank: int, keys: Mapping[int, str]) -> list[str]:
         return [value.decode() for value in store.multi_get([*keys.values()])]
     except RuntimeError as error:  # a FileStore raises RuntimeError, other stores its subclass DistStoreError
         missing = [str(other) for other, key in keys.items() if not store.check([key])]
-        if not missing:  # the last value has come as the wait ended, or a value is refused again
+        if not missing:  # the last value has come as the wait ended, or a value has a wrong code: then this raises
             return [value.decode() for value in store.multi_get([*keys.values()])]
         raise timeout_while_made(rank, f"no sign of rank {', '.join(missing)}") from error
 

@@ -81,9 +81,9 @@ def _same_secret(exchange: TextExchange, attempt: str, deadline: float) -> Secre
 
 def _reachable_by_all(exchange: TextExchange, port: int, candidates: list[str], deadline: float) -> str:
     """Return the first address of rank 0 that every rank can connect to: some may not be routed from every host."""
-    mine = "".join(str(int(exchange.rank == 0 or _can_connect(address, port))) for address in candidates)
-    every = exchange.all_texts(mine, deadline, "the address that all ranks can reach")
-    for address, *answers in zip(candidates, *every, strict=True):
+    own_answers = "".join(str(int(exchange.rank == 0 or _can_connect(address, port))) for address in candidates)
+    answers_of_ranks = exchange.all_texts(own_answers, deadline, "the address that all ranks can reach")
+    for address, *answers in zip(candidates, *answers_of_ranks, strict=True):
         if set(answers) == {"1"}:
             return str(address)
     raise RuntimeError(

@@ -47,11 +47,11 @@ def _json(data: Mapping[str, Any]) -> str:
 
 def write_html(page: Page, path: str | Path) -> Path:
     """Write a page to ``path``, whose suffix must be .html, and return the path."""
-    found = Path(path)
-    if found.suffix.lower() not in (".html", ".htm"):
-        raise ValueError(f"{found}: a page is an HTML file; name it {found.stem or 'page'}.html")
-    found.write_text(page.text(), encoding="utf-8")
-    return found
+    path = Path(path)
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"{path}: a page is an HTML file; name it {path.stem or 'page'}.html")
+    path.write_text(page.text(), encoding="utf-8")
+    return path
 
 
 def in_notebook(page: Page, height: int = 760) -> str:

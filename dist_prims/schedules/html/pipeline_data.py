@@ -40,7 +40,7 @@ def pipeline_page(plan: PlanData) -> Page:
         "rankOf": list(plan.rank_of),
         "microbatches": plan.num_microbatches,
         "idea": lookup(plan.name).card.idea if _is_registered(plan) else "",
-        "plans": {str(each.num_microbatches): _actions(each) for each in _family(plan)},
+        "plans": {str(member.num_microbatches): _actions(member) for member in _family(plan)},
     }
     return Page(caption(plan), _SCRIPTS, data)
 
@@ -68,14 +68,14 @@ def _family(plan: PlanData) -> list[PlanData]:
 
 
 def _actions(plan: PlanData) -> list[tuple[Any, ...]]:
-    """Actions in an order in which each follows those that it waits for, as (kind, stage, micro-batch, waits for)."""
-    number: dict[Action, int] = {}
-    previous: dict[int, int] = {}
-    found: list[tuple[Any, ...]] = []
+    """Rows (kind, stage, micro-batch, rows that the action waits for), in an order in which those rows come first."""
+    rows: list[tuple[Any, ...]] = []
+    row_of: dict[Action, int] = {}
+    last_row: dict[int, int] = {}  # by rank
     for action in replay(plan):
         rank = plan.rank_of[action.stage]
-        waits_for = [number[each] for each in plan.needs(action)]
-        waits_for += [previous[rank]] if rank in previous and previous[rank] not in waits_for else []
-        previous[rank] = number[action] = len(found)
-        found.append((*action, waits_for))
-    return found
+        waits_for = [row_of[needed] for needed in plan.needs(action)]
+        waits_for += [last_row[rank]] if rank in last_row and last_row[rank] not in waits_for else []
+        last_row[rank] = row_of[action] = len(rows)
+        rows.append((*action, waits_for))
+    return rows
