@@ -10,6 +10,8 @@ from dist_prims.schedules.contract import ROOTED
 from dist_prims.schedules.cost import busiest_sender
 
 REGISTRY = [(collective, name) for collective in COLLECTIVES for name in algorithms(collective)]
+OUTER = ["ring", "bidirectional_ring", "swing", "direct", "two_shot", "tree", "double_tree", "recursive_doubling"]
+OUTER += ["halving_doubling"]
 
 
 @pytest.mark.parametrize("sizes", [range(1, 34), pytest.param([64, 100, 127, 128], marks=pytest.mark.slow)], ids=str)
@@ -31,10 +33,10 @@ def test_every_root_verifies(collective: str, name: str, size: int) -> None:
         build(collective, name, size, root=root).verify()
 
 
-@pytest.mark.parametrize("hosts", [(1,), (3, 1), (2, 3, 4), (1, 1, 5)])
+@pytest.mark.parametrize("hosts", [(1,), (3, 1), (2, 3, 4), (1, 1, 5), (2, 2, 2)])
 @pytest.mark.parametrize("inner", ["ring", "direct", "pat"])
-@pytest.mark.parametrize("outer", ["ring", "swing", "direct", "double_tree", "recursive_doubling"])
-def test_hierarchies_of_uneven_hosts(hosts: tuple[int, ...], inner: str, outer: str) -> None:
+@pytest.mark.parametrize("outer", OUTER)
+def test_hierarchies_of_any_hosts(hosts: tuple[int, ...], inner: str, outer: str) -> None:
     build("all_reduce", "hierarchical", sum(hosts), hosts=hosts, inner=inner, outer=outer).verify()
 
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dist_prims.schedules import build
 from dist_prims.schedules.contract import COLLECTIVES
-from dist_prims.schedules.load import Hosts, StepCount
 from dist_prims.schedules.recommend import MUCH_SHORTER, PERSONALIZED, Candidate, recommend
-from dist_prims.schedules.registry import algorithms
 from dist_prims.schedules.steps import CountedStep, Step, WideStep
 from dist_prims.schedules.topology import Level, Topology
 
@@ -58,19 +54,6 @@ def test_a_long_ring_is_not_priced() -> None:
     cluster = Topology((8,) * 64, Level(3e-6, 2e-10), Level(50e-6, 1e-9), 1e-10)
     names = {each.name for each in recommend("all_reduce", 3 << 23, cluster, only_best=True).candidates}
     assert not names & {"ring", "bidirectional_ring"}
-
-
-@pytest.mark.parametrize("collective", COLLECTIVES)
-def test_the_messages_of_a_step_have_the_load_of_its_rows(collective: str) -> None:
-    for name in algorithms(collective):
-        for hosts in ((3, 3), (2, 2, 2, 2), (4, 4, 4), (7,), (1, 1)):
-            given = {"hosts": hosts} if name == "hierarchical" else {}
-            place = Hosts(hosts)
-            for step in build(collective, name, place.size, **given).steps:
-                size = len(step)
-                full = Step(step.src, step.dst, step.chunk, step.reduce, step.into)
-                assert size == len(full)
-                assert StepCount(step, place).row().tolist() == StepCount(full, place).row().tolist()
 
 
 def test_steps_of_messages_are_joined_and_run_backwards() -> None:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dist_prims.schedules import Schedule, build
+from dist_prims.schedules import build
 from dist_prims.schedules.algorithms.binomial import distances
 from dist_prims.schedules.recommend import recommend
 from dist_prims.schedules.topology import Level, Topology
+from tests.schedules.test_papers import partners
 
 NETWORK = Level(60e-6, 8e-9)  # 1 Gbit/s
 SHARED_MEMORY = Level(3e-6, 0.2e-9)
 TREES = ("broadcast", "reduce", "gather", "scatter")
-
-
-def partners(schedule: Schedule) -> list[list[tuple[int, int]]]:
-    """(src, dst) of the messages of each step."""
-    return [sorted({(src, dst) for src, dst, *_ in step.rows() if src != dst}) for step in schedule.steps]
 
 
 @pytest.mark.parametrize("radix", [2, 3, 4, 7])
