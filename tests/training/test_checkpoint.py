@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from averaging import spawn
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -21,10 +21,6 @@ from dist_prims.errors import MismatchError
 from dist_prims.training import ShardedIterable, ShardedSampler
 from dist_prims.training.checkpoint import CheckpointError, Checkpoints
 from dist_prims.training.pipeline import split
-
-
-def spawn(body: Callable[..., Any], size: int, backend: str = "dist_prims") -> list[Any]:
-    return dist_prims.spawn(body, size, timeout=60, backend=backend)
 
 
 class Run:

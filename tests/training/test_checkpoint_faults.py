@@ -15,15 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from averaging import spawn
 
-import dist_prims
 from dist_prims.errors import MismatchError
 from dist_prims.launch import RankFailedError
 from dist_prims.training.checkpoint import CheckpointError, Checkpoints, _checksum
-
-
-def spawn(body: Callable[..., Any], size: int, backend: str = "dist_prims") -> list[Any]:
-    return dist_prims.spawn(body, size, timeout=60, backend=backend)
 
 
 def values(folder: Path, start: float = 0.0, **options: Any) -> tuple[torch.Tensor, Checkpoints]:
