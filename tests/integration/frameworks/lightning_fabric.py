@@ -1,17 +1,13 @@
-"""Fabric trains a small model: lightning_fabric.py BACKEND [ddp | fsdp | fsdp2]. Rank 0 prints the results."""
+"""Fabric trains a small model: lightning_fabric.py BACKEND [ddp | fsdp2]. Rank 0 prints the results."""
 
 import json
 import sys
 
 import torch
 from lightning.fabric import Fabric, seed_everything
-from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-
-
-class CPUFSDPStrategy(FSDPStrategy):
-    """FSDP on the CPU: Fabric refuses FSDPStrategy itself where there is no GPU, and accepts a subclass."""
 
 
 def shard(model, mesh):
@@ -24,8 +20,6 @@ def shard(model, mesh):
 backend, kind = sys.argv[1], (sys.argv[2:] or ["ddp"])[0]
 if kind == "ddp":
     strategy = DDPStrategy(process_group_backend=backend)
-elif kind == "fsdp":
-    strategy = CPUFSDPStrategy(process_group_backend=backend)
 else:
     strategy = ModelParallelStrategy(shard, process_group_backend=backend)
 fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
@@ -37,8 +31,6 @@ model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Li
 if kind == "ddp":
     model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.01))
 else:
-    if kind == "fsdp":  # where there is no GPU, torch needs the device, which Fabric does not pass
-        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     model = fabric.setup_module(model)
     optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), lr=0.01))
 data = torch.randn(64, 8)

@@ -1,4 +1,4 @@
-"""Trainer trains and validates: lightning_trainer.py BACKEND [ddp | fsdp | fsdp2]. Rank 0 prints the metrics."""
+"""Trainer trains and validates: lightning_trainer.py BACKEND [ddp | fsdp]. Rank 0 prints the metrics."""
 
 import json
 import sys
@@ -6,8 +6,8 @@ import sys
 import torch
 import torchmetrics
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 
 class CPUFSDPStrategy(FSDPStrategy):
@@ -21,12 +21,9 @@ class Model(LightningModule):
         self.layers = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
 
     def configure_model(self):
-        if isinstance(self.trainer.strategy, ModelParallelStrategy):
-            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
-        elif isinstance(self.trainer.strategy, FSDPStrategy):
+        if isinstance(self.trainer.strategy, FSDPStrategy):
             # Where there is no GPU, torch needs the device, which Trainer does not pass.
-            device = torch.device("cpu")
-            self.layers = FullyShardedDataParallel(self.layers, device_id=device, use_orig_params=True)
+            self.layers = FullyShardedDataParallel(self.layers, device_id=torch.device("cpu"), use_orig_params=True)
 
     def training_step(self, batch):
         x, y = batch
@@ -52,10 +49,8 @@ class Model(LightningModule):
 backend, kind = sys.argv[1], (sys.argv[2:] or ["ddp"])[0]
 if kind == "ddp":
     strategy = DDPStrategy(process_group_backend=backend)
-elif kind == "fsdp":
-    strategy = CPUFSDPStrategy(process_group_backend=backend, state_dict_type="sharded")
 else:
-    strategy = ModelParallelStrategy(process_group_backend=backend)
+    strategy = CPUFSDPStrategy(process_group_backend=backend, state_dict_type="sharded")
 seed_everything(0, verbose=False)
 data = torch.randn(60, 8)
 pairs = torch.utils.data.TensorDataset(data, data.sum(1, keepdim=True))
