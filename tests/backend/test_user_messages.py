@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from ranks import press_ctrl_c_soon, span, store
 from torch._C._distributed_c10d import FakeProcessGroup
-from transports import require
 from values import equal
 
 from dist_prims.backend import create
@@ -28,11 +27,7 @@ from dist_prims.launch import RankFailedError
 SIZES = (0, 1, 7, 1000, 20_000, 500_000)  # elements
 
 
-@pytest.fixture(autouse=True, params=["tcp", pytest.param("ucx", marks=pytest.mark.slow)])
-def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    require(request.param)
-    monkeypatch.setenv("DIST_PRIMS_TRANSPORT", request.param)
-    return str(request.param)
+pytestmark = pytest.mark.usefixtures("host_transport")
 
 
 def content(sender: int, receiver: int, number: int, count: int) -> torch.Tensor:
