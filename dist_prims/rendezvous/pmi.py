@@ -43,7 +43,7 @@ class Pmi:
         self._descriptor, self._rounds = descriptor, 0
         version = self._ask("init", deadline, pmi_version="1", pmi_subversion="1")
         if version.get("pmi_version", "1") != "1":
-            raise RuntimeError(f"the process manager supports PMI {version['pmi_version']}, and PMI 1 is needed")
+            raise RuntimeError(f"rank {self.rank}: the process manager supports PMI {version['pmi_version']}, not 1")
         self._longest = int(self._ask("get_maxes", deadline)["vallen_max"]) - 2  # the mark and the terminating zero
         self._name = self._ask("get_my_kvsname", deadline)["kvsname"]
         atexit.register(self._finalize, os.getpid())
@@ -85,11 +85,12 @@ class Pmi:
     def _ask(self, command: str, deadline: float, awaited: str = "the process manager", **words: str) -> dict[str, str]:
         """Send a request, and return the words of the answer by their keys."""
         request = " ".join([f"cmd={command}", *(f"{key}={value}" for key, value in words.items())])
-        os.write(self._descriptor, f"{request}\n".encode())
+        with contextlib.suppress(BrokenPipeError):  # then no answer comes
+            os.write(self._descriptor, f"{request}\n".encode())
         answer = self._line(deadline, awaited)
         fields = dict(word.partition("=")[::2] for word in answer.split())
         if fields.get("cmd") != _ANSWERS[command] or fields.get("rc", "0") != "0":
-            raise RuntimeError(f"the process manager answers {answer!r} to {request!r}")
+            raise RuntimeError(f"rank {self.rank}: the process manager answers {answer!r} to {request!r}")
         return fields
 
     def _line(self, deadline: float, awaited: str) -> str:
@@ -101,7 +102,7 @@ class Pmi:
                 raise TimeoutError(f"no sign of {awaited}")
             byte = os.read(self._descriptor, 1)
             if not byte:
-                raise RuntimeError("the process manager has closed the socket of PMI_FD")
+                raise RuntimeError(f"rank {self.rank}: the process manager has closed the socket of PMI_FD")
             line += byte
         return line.decode().strip()
 

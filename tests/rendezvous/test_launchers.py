@@ -135,6 +135,24 @@ def test_texts_longer_than_a_value_go_in_pieces(text: str, manager: tuple[socket
     assert len(manager[1]) >= 2 + len(text) // 8
 
 
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"", "rank 1: the process manager has closed the socket of PMI_FD"),
+        (b"cmd=response_to_init rc=-1\n", "rank 1: the process manager answers 'cmd=response_to_init rc=-1'"),
+        (b"cmd=response_to_init rc=0 pmi_version=2\n", "rank 1: the process manager supports PMI 2"),
+    ],
+)
+def test_errors_of_the_process_manager_name_the_rank(answer: bytes, error: str) -> None:
+    """They named no rank. The end of the process manager was "[Errno 32] Broken pipe"."""
+    ours, theirs = socket.socketpair()
+    theirs.sendall(answer)
+    if not answer:
+        theirs.close()
+    with ours, theirs, pytest.raises(RuntimeError, match=error):
+        pmi.Pmi(Launcher("Flux", 1, 2), ours.fileno(), time.monotonic() + 20)
+
+
 @pytest.mark.slow
 def test_prterun(tmp_path: Path) -> None:
     kind = KINDS["Open MPI"]
