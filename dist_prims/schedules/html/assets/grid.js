@@ -16,7 +16,6 @@ class Grid {
     this.rows = Math.ceil(data.size / this.ranksPerRow);
     this.columns = Math.ceil(data.total / this.chunksPerColumn);
     this.width = this.columns === 1 ? 200 : Math.max(58, Math.min(96, Math.floor(760 / this.columns)));
-    this.aggregates = this.ranksPerRow > 1 || this.chunksPerColumn > 1;
     this.chosen = [0, 0]; // row and column of the cell that takes the focus
     this.cells = [];
     this.arrows = drawing("g", { class: "arrows" });
@@ -43,9 +42,9 @@ class Grid {
   draw() {
     const width = this.x(this.columns) + 8;
     const height = this.y(this.rows) + 12;
-    const heads = [...Array(this.columns).keys()].map((column) =>
+    const heads = range(0, this.columns).map((column) =>
       drawing("text", { x: this.x(column) + this.width / 2, y: TOP - 12, class: "head" }, this.columnName(column)));
-    const rows = [...Array(this.rows).keys()].map((row) => this.drawRow(row));
+    const rows = range(0, this.rows).map((row) => this.drawRow(row));
     return drawing(
       "svg",
       {
@@ -66,7 +65,7 @@ class Grid {
     const ranks = this.ranksOf(row);
     const name = ranks.length === 1 ? `rank ${ranks[0]}` : `${ranks[0]}-${ranks[ranks.length - 1]}`;
     const head = drawing("text", { x: 8, y: this.y(row) + 22, class: "rank", role: "rowheader" }, name);
-    this.cells[row] = [...Array(this.columns).keys()].map((column) => this.drawCell(row, column));
+    this.cells[row] = range(0, this.columns).map((column) => this.drawCell(row, column));
     return drawing("g", { role: "row" }, head, ...this.cells[row].map((cell) => cell.group));
   }
 

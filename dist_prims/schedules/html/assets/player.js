@@ -38,8 +38,8 @@ class Player {
   /** The position that the address names, or else `otherwise`. */
   fromAddress(otherwise) {
     const name = new URLSearchParams(location.hash.slice(1)).get(this.word);
-    const found = this.names.indexOf(name);
-    return found < 0 ? otherwise : found;
+    const position = this.names.indexOf(name);
+    return position < 0 ? otherwise : position;
   }
 
   go(position, { keep = false } = {}) {

@@ -46,7 +46,7 @@ function schedulePage(data) {
     section("One chunk", chooser, text),
     element("details", { class: "transfers" }, element("summary", {}, "Transfers of this step as text"), transfers),
     section("Contract", element("dl", {}, ...data.facts.flatMap(([name, fact]) => [element("dt", {}, name), element("dd", {}, fact)]))),
-    ...(data.cost ? [new CostPanel(data).view] : []),
+    new CostPanel(data).view,
   );
 }
 
