@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from buffer_memory import BufferMemory, MemoryPlace, Value, WrongError, check_mutants, last, verdict
+from buffer_memory import BufferMemory, MemoryPlace, Value, WrongError, check_mutants, has_results_of, last, verdict
 
 from dist_prims.cli import main
 from dist_prims.schedules import Schedule, algorithms, build
@@ -537,9 +536,7 @@ def test_an_exported_schedule_is_read_again(collective: str, tmp_path: Path) -> 
             schedule = build(collective, name, size)
             plan = json.loads(schedule.save(tmp_path / "one.json", "mscclpp").read_text())
             found = Schedule.load(tmp_path / "one.json")
-            inputs = [np.arange(len(schedule.contract.start(rank).chunk)) + 100 * rank for rank in range(size)]
-            for one, two in zip(found.simulate(inputs), schedule.simulate(inputs), strict=True):
-                np.testing.assert_array_equal(one, two)
+            assert has_results_of(found, schedule), (name, size)
             assert found.contract.same_bits or not schedule.contract.same_bits
             assert max(len(block["ops"]) for gpu in plan["gpus"] for block in gpu["threadblocks"]) <= 64
 
