@@ -119,6 +119,10 @@ std::optional<Socket> accept_from(const Socket& listening) {
     if (accepted < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM))
         throw_errno("accept()");
     if (accepted < 0) return std::nullopt;
+    // Nothing is sent back on this connection. For such a connection the kernel sends a packet to acknowledge each
+    // small message when it is read, unless this option makes it wait for the next message.
+    const int no = 0;
+    ::setsockopt(accepted, IPPROTO_TCP, TCP_QUICKACK, &no, sizeof(no));
     return Socket(accepted);
 }
 
