@@ -8,7 +8,8 @@ call. So no rank waits for data that will not come, and no rank adds data of ano
   operation and the text of the error.
 
 The functions are :func:`gather_values`, :func:`check_same` (or :func:`check_lists` of gathered values), and
-:func:`broadcast_value`. Values travel as JSON (plain_values.py), no pickle, in one collective, or two for a long value.
+:func:`broadcast_value`. Values travel as JSON (plain_values.py), no pickle, in one collective; long values, and the
+value of one rank, in two.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@
 //     barrier                       one tag, of monitored barriers
 //     data                          kSegments tags, used in turn: one for each segment of data
 //
-// A transport delivers the messages of one sender, receiver and tag in order. So the tag of a segment may be reused as
-// soon as that segment is done on this rank: then both ends post all messages of the earlier segment before any of
-// the later one. A rank has at most kSegments segments in flight (see schedule_executor.cpp), all ranks begin and
-// finish them in the same order, and the calls of a group follow each other.
+// The segment that comes kSegments later has the same tag. A rank begins it when the earlier one is done on that rank:
+// it has at most kSegments in flight (see schedule_executor.cpp), all ranks begin and finish segments in the same
+// order, and the calls of a group follow each other. So each end of a message posts all messages of the earlier segment
+// first. They match, because a transport delivers the messages of one sender, receiver and tag in order.
 #pragma once
 
 #include <cstddef>
@@ -26,7 +26,9 @@ namespace dist_prims {
 class Tags {
 public:
     static constexpr std::uint64_t kSegments = 1020;
-    static constexpr std::uint64_t kNumbers = kSegments << 50;  // the numbers of segments are below it
+    // The numbers of segments are below it. On one host a number is a tag of PointToPoint, whose flags are the bits 61
+    // to 63 (shm/p2p.h), and this is less than 2^60.
+    static constexpr std::uint64_t kNumbers = kSegments << 50;
 
     explicit Tags(int largest) : first_(largest - kReserved + 1) {
         if (first_ <= 0)
@@ -46,8 +48,8 @@ public:
     bool is_collective(int tag) const { return tag == agreement() || tag > barrier(); }
     // Whether messages with the tag report failures.
     bool is_control(int tag) const { return tag >= notice() && tag <= diagnosis(); }
-    // The number of the segment after `number`. Numbers begin again at a multiple of kSegments, so that the tags stay
-    // in turn, and below the flags of PointToPoint's tags, with which a number shares a word on one host.
+    // The number of the segment after `number`. Numbers begin again after a multiple of kSegments, so that the tags
+    // stay in turn.
     static std::uint64_t segment_after(std::uint64_t number) { return number + 1 == kNumbers ? 0 : number + 1; }
     // The tag of the segment with this number. All ranks number the segments alike.
     int data(std::uint64_t number) const { return first_ + kSingle + static_cast<int>(number % kSegments); }

@@ -26,6 +26,7 @@ from .native_libraries import NativeLibrary
 __all__: list[str] = []
 
 _LARGEST_COUNT = 2**31 - 1  # MPI counts in ints
+# The family of an MPI, by a word of its version.
 _FAMILIES = {"Open MPI": "openmpi", "MPICH": "mpich", "Intel(R) MPI": "mpich", "MVAPICH": "mpich", "CRAY": "mpich"}
 
 
@@ -76,7 +77,7 @@ def unusable_reason() -> str:
     if imported is None or not imported.Is_initialized():
         try:
             launcher = detect()
-        except ValueError as error:  # a caller with a store of its own needs no launcher
+        except ValueError as error:  # a wrong environment, which is no error for a caller that needs no launcher
             return str(error)
         if launcher.medium != "MPI":
             return (

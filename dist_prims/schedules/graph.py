@@ -217,6 +217,7 @@ class Graph:
         for group, (one, two) in itertools.product(range(groups), itertools.combinations(range(switches), 2)):
             ends.append((f"switch {group}.{one}", f"switch {group}.{two}"))
         for one, two in itertools.combinations(range(groups), 2):
+            # A group does not count itself: two is number two - 1 of the others for one, and one is number one for two.
             ends.append((f"switch {one}.{(two - 1) % switches}", f"switch {two}.{one % switches}"))
         return Graph(groups * switches * ranks, _both_ways(ends, latency, bandwidth))
 
@@ -248,7 +249,10 @@ class Graph:
 
     @staticmethod
     def dgx(boxes: int = 1, ranks: int = 8) -> Graph:
-        """Boxes like a DGX H100: each GPU has 450 GB/s to the NVSwitch of its box and 50 GB/s to the network."""
+        """Boxes of ``ranks`` GPUs, like a DGX H100: each GPU has 450 GB/s to the NVSwitch of its box.
+
+        Between several boxes each GPU also has 50 GB/s to the network.
+        """
         every = range(boxes * ranks)
         links = _both_ways(((rank, f"box {rank // ranks}") for rank in every), 1e-6, 450e9)
         return Graph(len(every), links + _both_ways(((rank, "network") for rank in every if boxes > 1), 5e-6, 50e9))

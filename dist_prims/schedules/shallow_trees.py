@@ -6,7 +6,8 @@ cheap pairs have used up the levels. Between two boxes of GPUs a tree is:
 
     root -> a rank of its box -> a rank of the other box -> the other ranks of that box
 
-Of equally expensive ranks the one whose own links have the least load comes first, because it will send most.
+A rank from which a cheap pair leads is preferred to one that is a little more expensive to reach, because it will send
+most.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .trees import NOISE, Ints, Packing, Pairs, Tree
 __all__: list[str] = []
 
 Floats = NDArray[np.float64]
-_OWN_PAIRS = 0.1  # the weight of the cost of the pairs of a rank, in the choice of the rank
+_OWN_PAIRS = 0.1  # of the cost of a rank's own cheapest pair, which is subtracted from the cost to reach the rank
 
 
 class ShallowTrees(Packing):
@@ -36,7 +37,7 @@ class ShallowTrees(Packing):
         """A new tree, by the cheapest ways; its load is added."""
         pairs, most, tree = self.pairs, max(self.most, 1.0), list[int]()
         noise = 1 + NOISE * self.random.random(len(pairs.src))
-        depth = np.full(self.size, self.size)  # as large as no depth: outside the tree
+        depth = np.full(self.size, self.size)  # of a rank outside the tree; no rank in it is as deep
         depth[root] = 0
         while len(tree) < self.size - 1:
             weight = self.slowness * ((self.load + 1) * self.slowness / most) ** power
@@ -56,6 +57,7 @@ class ShallowTrees(Packing):
         step[pairs.src, pairs.dst] = np.where(outside[pairs.dst], cost, np.inf)
         np.fill_diagonal(step, 0)
         # 2. best[rank]: the cost to reach a rank in ``level`` levels at most, the last pair from before[-1][rank].
+        # Levels count from the root: a way may begin at a rank of the tree, at no cost, after the level of that rank.
         best, before = np.where(depth == 0, 0, np.inf), list[Ints]()
         for level in itertools.count(1):
             through = best[:, None] + step
@@ -63,7 +65,8 @@ class ShallowTrees(Packing):
             best = np.where(depth <= level, 0, through.min(axis=0))
             if level >= self.levels and np.isfinite(best).all():
                 break
-        # 3. Back from the most expensive rank. Of equally expensive ranks, the one with the cheapest pairs is taken.
+        # 3. Choose the most expensive rank, less a part of the cost of its cheapest pair, and go back from it to the
+        # tree. Where the level before has the rank itself, the way stayed there.
         cheapest_pair = np.full(self.size, 0.0)
         cheapest_pair[pairs.src] = np.inf
         np.minimum.at(cheapest_pair, pairs.src, cost)

@@ -2,14 +2,14 @@
 
 Each rank sums one share of every bucket and writes the sums to all ranks. No other rank reads a rank's own part of its
 own share: so that part is not copied to the bucket. The gradient stays where backward has made it (a deferred input)
-until the other ranks have brought theirs, which is checked whenever a gradient arrives. Mostly the deferred gradient is
-then still in the cache, and its memory is free for the next one::
+until the other ranks have brought theirs, which is checked whenever a gradient arrives. Then it is added, mostly from
+the cache, and its memory is freed for the next gradient::
 
     rank 0's bucket   | sums: 0 defers its part | 0's part, for 1 to add  |
     rank 1's bucket   | 1's part, for 0 to add  | sums: 1 defers its part |    in the end each half is sums in both
 
-So with one peer a rank copies one half of the numbers and reads the other half back, instead of copying and reading all
-of them. No rank waits: gradients that come too late are added when the bucket is sent.
+So with one peer a rank copies one half of its gradients to the bucket, and adds the other half from where it is. No
+rank waits: gradients that come too late are added when the bucket is sent.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class IncrementalSum:
         tensor = backend.incremental_reduce(flat, limit, before and before._tensor)
         return IncrementalSum(tensor, views) if tensor else None
 
-    def put(self, view: torch.Tensor, gradient: torch.Tensor | None, share: float) -> bool:
-        """Add a gradient, times ``share``; the caller writes to it no more. False, and nothing is done, if its memory
-        layout differs from the layout of its place."""
+    def put(self, view: torch.Tensor, gradient: torch.Tensor | None, factor: float) -> bool:
+        """Add a gradient, times ``factor``; the caller writes to it no more. False, and nothing is done, if there is no
+        gradient, if it is its place in the bucket, or has another memory layout, or if the place has no elements."""
         number = self._numbers.get(id(view))
         if gradient is None or gradient is view or number is None:
             return False
-        return self._tensor.put(number, view, gradient, share)
+        return self._tensor.put(number, view, gradient, factor)
 
     def is_shown(self) -> bool:
         """Whether other ranks may have read some of its gradients."""

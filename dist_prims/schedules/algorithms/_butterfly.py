@@ -98,7 +98,8 @@ def all_reduce(size: int, p: int, peers: Sequence[Ints]) -> Iterator[Step]:
 def swing_gather(p: int, surplus: int = 0) -> Iterator[EqualSteps]:
     """The steps of an all-gather among p ranks, an even number, with the peers of Swing.
 
-    ``surplus``: the chunks of surplus ranks, which rank 0 sends in each step with its own ones.
+    ``surplus``: the chunks of surplus ranks, which rank 0 sends in each step with its own ones. Every rank has them
+    here: the busiest rank of a step decides about its time.
     """
     steps = (p - 1).bit_length()
     for step in reversed(range(steps)):

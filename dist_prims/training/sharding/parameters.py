@@ -143,6 +143,7 @@ class ShardedParameters:
 
         def pack(tensor: torch.Tensor) -> Any:
             unit = self._whole.get(storage_id(tensor)) if tensor.layout == torch.strided else None
+            # as_strided() of what is gathered gives no other dtype, and no conjugate or negation that is still to come.
             if unit is None or unit.shard.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
                 return outer[0](tensor) if outer else tensor
             view = tensor.shape, tensor.stride(), int(tensor.storage_offset())
