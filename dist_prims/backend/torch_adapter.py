@@ -56,16 +56,15 @@ def ensure() -> None:
         load()
 
 
-def describe() -> str:
-    """The adapter of this process and why it is taken, or why there is none. Compiles nothing."""
+def find() -> Adapter | str:
+    """The adapter of this process, or why there is none. Compiles nothing."""
     for library in (core(), _adapter_library()):
         if not library.exists():
             return f"not yet, without {library.title}; {library.status()}"
     try:
-        adapter = load()
+        return load()
     except ImportError as error:
         return f"no: {error}"
-    return f"yes, by the adapter {adapter.file} ({adapter.reason})"
 
 
 def _adapter_library() -> NativeLibrary:
