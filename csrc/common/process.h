@@ -7,7 +7,6 @@
 #pragma once
 
 #include <array>
-#include <atomic>
 #include <compare>
 #include <cstdint>
 #include <memory>
@@ -26,22 +25,6 @@ struct ProcessId {
 // The pid of this process, cached. Objects remember the pid of the process that has made them, so that they do nothing
 // in a forked child, which has another pid.
 int this_process();
-
-// The object of type T that belongs to this process. It is never destroyed, since other objects may outlive every
-// static object. A forked child makes one of its own. No lock guards that: another thread might hold it during the
-// fork.
-template <typename T>
-T& of_this_process() {
-    struct Owned {
-        const int owner = this_process();
-        T object;
-    };
-    static std::atomic<Owned*> current{nullptr};
-    Owned* owned = current.load(std::memory_order_acquire);
-    if (owned && owned->owner == this_process()) return owned->object;
-    auto fresh = std::make_unique<Owned>();
-    return current.compare_exchange_strong(owned, fresh.get()) ? fresh.release()->object : owned->object;
-}
 
 // Fills memory with random bytes of the kernel.
 void fill_random(void* data, std::size_t bytes);

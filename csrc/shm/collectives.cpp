@@ -5,7 +5,6 @@
 #include <string>
 
 #include "../common/kernels.h"
-#include "../common/thread_team.h"
 #include "../common/trace.h"
 #include "in_place.h"
 
@@ -20,21 +19,6 @@ void transfer(std::byte* to, const std::byte* from, std::size_t bytes) {
 void traced_transfer(std::byte* to, const std::byte* from, std::size_t bytes) {
     const TraceSpan span(TraceKind::kCopy, bytes);
     transfer(to, from, bytes);
-}
-
-// Does several copies as one event of the trace: `list(copy)` calls copy(to, from, bytes) for each. The threads of the
-// call divide them.
-template <typename List>
-void transfer_all(const List& list) {
-    std::size_t all = 0;
-    list([&](std::byte*, const std::byte*, std::size_t bytes) { all += bytes; });
-    const TraceSpan span(TraceKind::kCopy, all);
-    parallel_shares(all, [&](const Share& share) {
-        list([&](std::byte* to, const std::byte* from, std::size_t bytes) {
-            const Range part = share.of(bytes);
-            transfer(to + part.begin, from + part.begin, part.size());
-        });
-    });
 }
 
 // The bytes of segment `number`, if `bytes` are cut into segments of `length`; 0 behind the end.
@@ -271,12 +255,10 @@ void all_gather(SlotExchange& slots, const std::byte* in, const Places& out, con
         const std::size_t begin = number * piece;
         traced_transfer(slots.mine(), in + begin, segment_bytes(bytes[rank], piece, number));
         slots.phase();
-        transfer_all([&](const auto& copy) {
-            for (std::size_t peer = 0; peer < out.size(); ++peer) {
-                const std::byte* from = peer == rank ? in + begin : slots.theirs(static_cast<int>(peer));
-                copy(out[peer] + begin, from, segment_bytes(bytes[peer], piece, number));
-            }
-        });
+        for (std::size_t peer = 0; peer < out.size(); ++peer) {
+            const std::byte* from = peer == rank ? in + begin : slots.theirs(static_cast<int>(peer));
+            traced_transfer(out[peer] + begin, from, segment_bytes(bytes[peer], piece, number));
+        }
     }
 }
 
@@ -297,13 +279,11 @@ void gather(SlotExchange& slots, int root, const std::byte* in, std::size_t byte
             all = segment_count(slots.longest(), lists.payload_bytes());
         }
         if (slots.rank() != root) continue;
-        transfer_all([&](const auto& copy) {
-            for (std::size_t peer = 0; peer < out.size(); ++peer) {
-                const int rank = static_cast<int>(peer);
-                const std::byte* from = rank == root ? in + begin : lists.theirs(rank);
-                copy(out[peer] + begin, from, segment_bytes(incoming[peer], lists.payload_bytes(), number));
-            }
-        });
+        for (std::size_t peer = 0; peer < out.size(); ++peer) {
+            const int rank = static_cast<int>(peer);
+            const std::byte* from = rank == root ? in + begin : lists.theirs(rank);
+            traced_transfer(out[peer] + begin, from, segment_bytes(incoming[peer], lists.payload_bytes(), number));
+        }
     }
 }
 

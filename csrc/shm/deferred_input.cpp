@@ -5,8 +5,15 @@
 #include <utility>
 
 #include "../common/kernels.h"
+#include "../common/shared_memory.h"
 
 namespace dist_prims {
+
+Range share_of(std::size_t rank, std::size_t ranks, std::size_t bytes) {
+    const std::size_t lines = (bytes + kCacheLine - 1) / kCacheLine;
+    const auto edge = [&](std::size_t number) { return std::min(number * lines / ranks * kCacheLine, bytes); };
+    return {edge(rank), edge(rank + 1)};
+}
 
 DeferredInput::Piece DeferredInput::Piece::within(Range range) const {
     Piece piece = *this;

@@ -6,14 +6,24 @@
 //     rank 1's shared tensor   | its part of all, but | (deferred)   |      deferred[0] + shared[1], into both tensors
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <memory>
 #include <vector>
 
-#include "../common/range.h"
 #include "../common/types.h"
 
 namespace dist_prims {
+
+struct Range {
+    std::size_t begin = 0, end = 0;
+
+    bool empty() const { return begin >= end; }
+    Range within(Range other) const { return {std::max(begin, other.begin), std::min(end, other.end)}; }
+};
+
+// The range of `bytes` that a rank reduces. Shares end at cache lines.
+Range share_of(std::size_t rank, std::size_t ranks, std::size_t bytes);
 
 class DeferredInput {
 public:

@@ -7,7 +7,6 @@
 
 #include "../common/kernels.h"
 #include "../common/streaming.h"
-#include "../common/thread_team.h"
 #include "../common/trace.h"
 
 namespace dist_prims {
@@ -62,27 +61,22 @@ void finish_in_place(HostSegment& host_segment, const std::byte* data, std::size
                              "the same time; fill the tensor again before you use it");
 }
 
-void InPlace::fold_share(std::size_t bytes, const DeferredInput& deferred) const {
+void InPlace::fold_share(std::size_t bytes, const DeferredInput& deferred) {
     const TraceSpan span(TraceKind::kReduce, bytes / places_.size());
-    const Range own = share_of(rank_, places_.size(), bytes);
-    parallel_shares(own.size() * places_.size(), [&](const Share& share) {
-        const Range part = share.of(own.size());
-        for (const auto& [at, piece] : deferred.runs({own.begin + part.begin, own.begin + part.end})) {
-            if (!piece)
-                fold_shared(at);
-            else if (piece->data)
-                fold_deferred(piece->within(at));
-        }
-    });
+    for (const auto& [at, piece] : deferred.runs(share_of(rank_, places_.size(), bytes))) {
+        if (!piece)
+            fold_shared(at);
+        else if (piece->data)
+            fold_deferred(piece->within(at));
+    }
     end_past_cache();
 }
 
 // Reduces a range whose input is in the shared tensors of all ranks.
-void InPlace::fold_shared(Range range) const {
-    Inputs inputs(places_.size());
+void InPlace::fold_shared(Range range) {
     for (std::size_t at = range.begin; at < range.end; at += kBlock) {
         const std::size_t bytes = std::min(kBlock, range.end - at);
-        fold_block(inputs, at, bytes, places_[rank_] + at, places_[rank_] + at);
+        fold_block(at, bytes, places_[rank_] + at, places_[rank_] + at);
         for (std::size_t peer = 0; peer < places_.size(); ++peer) {
             if (peer != rank_) std::memcpy(places_[peer] + at, places_[rank_] + at, bytes);
         }
@@ -91,15 +85,14 @@ void InPlace::fold_shared(Range range) const {
 
 // Each block is computed in a local buffer, and then copied to all tensors. The tensors of the other ranks have just
 // been read, so they are in the cache and are written normally. This rank's tensor is written past the cache.
-void InPlace::fold_deferred(const DeferredInput::Piece& piece) const {
+void InPlace::fold_deferred(const DeferredInput::Piece& piece) {
     alignas(64) std::byte block[kDeferredBlock];
-    Inputs inputs(places_.size());
     fetch(piece.at.begin, piece.at.end);
     for (std::size_t at = piece.at.begin; at < piece.at.end; at += kDeferredBlock) {
         const std::size_t bytes = std::min(kDeferredBlock, piece.at.end - at);
         fetch(at + kDeferredBlock, piece.at.end);
         scale(dtype_, block, piece.data + (at - piece.at.begin), piece.factor, bytes / size_of(dtype_));
-        fold_block(inputs, at, bytes, block, block);
+        fold_block(at, bytes, block, block);
         for (std::size_t peer = 0; peer < places_.size(); ++peer) {
             if (peer == rank_)
                 copy_past_cache(places_[peer] + at, block, bytes);
@@ -118,11 +111,10 @@ void InPlace::fetch(std::size_t begin, std::size_t end) const {
     }
 }
 
-void InPlace::fold_block(Inputs& inputs, std::size_t at, std::size_t bytes, const std::byte* mine,
-                         std::byte* out) const {
-    for (std::size_t peer = 0; peer < places_.size(); ++peer) inputs[peer] = places_[peer] + at;
-    inputs[rank_] = mine;
-    fold_ranks(op_, dtype_, out, inputs, bytes / size_of(dtype_));
+void InPlace::fold_block(std::size_t at, std::size_t bytes, const std::byte* mine, std::byte* out) {
+    for (std::size_t peer = 0; peer < places_.size(); ++peer) inputs_[peer] = places_[peer] + at;
+    inputs_[rank_] = mine;
+    fold_ranks(op_, dtype_, out, inputs_, bytes / size_of(dtype_));
 }
 
 }  // namespace dist_prims

@@ -59,24 +59,23 @@ auto in_shared_memory(const std::byte* data, std::size_t bytes, const Work& work
 class InPlace {
 public:
     InPlace(int rank, DType dtype, Op op, const Places& places)
-        : rank_(static_cast<std::size_t>(rank)), dtype_(dtype), op_(op), places_(places) {}
+        : rank_(static_cast<std::size_t>(rank)), dtype_(dtype), op_(op), places_(places), inputs_(places.size()) {}
 
     // Reduces this rank's whole share of `bytes`, except for pieces that hold the result already.
-    void fold_share(std::size_t bytes, const DeferredInput& deferred) const;
+    void fold_share(std::size_t bytes, const DeferredInput& deferred);
     // Reduces a deferred piece. The caller must call end_past_cache() before it publishes the result.
-    void fold_deferred(const DeferredInput::Piece& piece) const;
+    void fold_deferred(const DeferredInput::Piece& piece);
 
 private:
-    using Inputs = std::vector<const void*>;  // of a block, by rank
-
-    void fold_shared(Range range) const;
+    void fold_shared(Range range);
     void fetch(std::size_t begin, std::size_t end) const;
-    void fold_block(Inputs& inputs, std::size_t at, std::size_t bytes, const std::byte* mine, std::byte* out) const;
+    void fold_block(std::size_t at, std::size_t bytes, const std::byte* mine, std::byte* out);
 
     const std::size_t rank_;
     const DType dtype_;
     const Op op_;
     const Places& places_;
+    std::vector<const void*> inputs_;  // of the current block, by rank
 };
 
 }  // namespace dist_prims

@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <new>
 #include <string>
@@ -20,7 +21,11 @@ constexpr std::align_val_t kAlignment{64};     // of ordinary memory, as torch a
 }  // namespace
 
 Exporter& Exporter::instance() {
-    return of_this_process<Exporter>();
+    static std::atomic<Exporter*> current{nullptr};  // never destroyed: tensors may outlive every static object
+    Exporter* exporter = current.load(std::memory_order_acquire);
+    if (exporter && exporter->is_of_this_process()) return *exporter;
+    auto fresh = std::make_unique<Exporter>();
+    return current.compare_exchange_strong(exporter, fresh.get()) ? *fresh.release() : *exporter;
 }
 
 std::byte* Exporter::allocate(std::size_t bytes) {

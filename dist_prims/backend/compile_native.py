@@ -66,9 +66,7 @@ class Library:
 def core(csrc: Path) -> Library:
     """The library without torch, MPI and UCX, to which the others are linked."""
     sources = [source for folder in ("common", "shm", "net", "tcp") for source in sorted((csrc / folder).glob("*.cpp"))]
-    # Not unloaded by dlclose(): the threads of thread_team.h run its code until the process ends.
-    link_flags = ("-Wl,-Bsymbolic-functions", "-Wl,-z,nodelete", f"-Wl,-soname,{CORE}")
-    return Library(CORE, tuple(sources), tuple(_EXPORTS), link_flags)
+    return Library(CORE, tuple(sources), tuple(_EXPORTS), ("-Wl,-Bsymbolic-functions", f"-Wl,-soname,{CORE}"))
 
 
 def ucx(csrc: Path, headers: Iterable[str]) -> Library:

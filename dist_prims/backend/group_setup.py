@@ -11,7 +11,6 @@ from typing import Any
 import torch.distributed as dist
 
 from ..backend_name import NAME
-from ..rendezvous.detect_launcher import ranks_of_host
 from . import link_costs
 from .multi_host import MultiHostSchedules
 from .origin import GroupRequest, Origin, Trait
@@ -70,11 +69,6 @@ class GroupSetup:
         hosts = self.made.hosts
         short = [host.rpartition("-")[0] or host for host in hosts]
         return short if len(set(short)) == len(set(hosts)) else hosts
-
-    @property
-    def launched_ranks(self) -> int:
-        """How many ranks the launcher has started on this host; 0 if no variable contains it."""
-        return ranks_of_host() or 0
 
     @property
     def choose(self) -> Any:

@@ -56,15 +56,16 @@ def ensure() -> None:
         load()
 
 
-def find() -> Adapter | str:
-    """The adapter of this process, or why there is none. Compiles nothing."""
+def describe() -> str:
+    """The adapter of this process and why it is taken, or why there is none. Compiles nothing."""
     for library in (core(), _adapter_library()):
         if not library.exists():
             return f"not yet, without {library.title}; {library.status()}"
     try:
-        return load()
+        adapter = load()
     except ImportError as error:
         return f"no: {error}"
+    return f"yes, by the adapter {adapter.file} ({adapter.reason})"
 
 
 def _adapter_library() -> NativeLibrary:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import resource
 import socket
 from collections.abc import Iterator
@@ -15,9 +16,9 @@ import torch.distributed as dist
 
 from .. import __version__
 from ..backend import ucx_library
-from ..backend.torch_adapter import find
+from ..backend.torch_adapter import describe
 from ..rendezvous import secret
-from ..rendezvous.detect_launcher import Launcher, detect, ranks_of_host
+from ..rendezvous.detect_launcher import Launcher, detect
 from ..rendezvous.hosts import host_id
 from ..rendezvous.mpi_exchange import library_name
 from ..rendezvous.network import PORTS, listen, own_address, own_addresses, ports, split_address
@@ -80,22 +81,22 @@ def _hosts(launcher: Launcher) -> str:
         return "1"
     if launcher.name == "srun":
         return ", ".join(expand_nodelist(os.environ["SLURM_STEP_NODELIST"]))
-    local_size = ranks_of_host()
+    local_sizes = (os.environ.get(name, "") for name in _LOCAL_SIZES)
+    local_size = next((size for size in local_sizes if re.fullmatch("[1-9][0-9]*", size)), None)
     if local_size is None or launcher.size is None:
         return "known after the rendezvous of the ranks"
     return f"{local_size} of {launcher.size} ranks are on this host"
+
+
+_LOCAL_SIZES = ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"]
+_LOCAL_SIZES += ["PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"]
 
 
 def _transports() -> Iterator[Fact]:
     yield "gloo", "yes" if dist.is_gloo_available() else "no: this torch was built without it"
     yield "NCCL", _nccl()
     yield from _mpi_and_ucx()
-    adapter = find()
-    if isinstance(adapter, str):
-        yield "shared memory", adapter
-    else:
-        yield "shared memory", f"yes, by the adapter {adapter.file} ({adapter.reason})"
-        yield "threads", adapter.module.describe_threads(torch.get_num_threads(), ranks_of_host() or 1)
+    yield "shared memory", describe()
     yield from _listening()
 
 

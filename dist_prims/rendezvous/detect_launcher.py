@@ -190,20 +190,6 @@ def _number(environ: Mapping[str, str], variable: str) -> int:
         raise ValueError(f"init: {variable}={environ[variable]!r} is not a number; {_REMEDY}") from None
 
 
-_LOCAL_SIZES = ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"]
-_LOCAL_SIZES += ["PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"]
-
-
-def ranks_of_host(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number of ranks that the launcher has started on this host; None if no variable contains a number.
-
-    >>> ranks_of_host({"LOCAL_WORLD_SIZE": "0", "PMI_LOCAL_SIZE": "4"}), ranks_of_host({"LOCAL_WORLD_SIZE": "two"})
-    (4, None)
-    """
-    values = (environ.get(name, "") for name in _LOCAL_SIZES)
-    return next((int(value) for value in values if re.fullmatch("[1-9][0-9]{0,5}", value)), None)
-
-
 # Variables that launchers, recognised or not, set to the number of ranks or to the rank.
 _SIZES = ["PMI_SIZE", "PMI_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_SIZE", "PALS_LOCAL_SIZE", "FLUX_JOB_SIZE"]
 _SIZES += ["OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "MVP_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE"]

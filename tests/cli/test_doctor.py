@@ -23,7 +23,6 @@ def test_the_doctor_reports_what_is_here() -> None:
     names = ("dist_prims", "Python", "launcher", "rank", "host", "hosts", "gloo", "NCCL", "MPI", "UCX", "shared memory")
     for name in (
         *names,
-        "threads",
         "cores",
         "memory",
         "/dev/shm",
@@ -46,8 +45,6 @@ def test_the_doctor_reports_what_is_here() -> None:
         (TORCH, "hosts", "known after the rendezvous of the ranks$"),
         ({**TORCH, "LOCAL_WORLD_SIZE": "0"}, "hosts", "known after the rendezvous of the ranks$"),
         ({**TORCH, "LOCAL_WORLD_SIZE": "two", "PMI_LOCAL_SIZE": "2"}, "hosts", "2 of 4 ranks are on this host$"),
-        ({**TORCH, "LOCAL_WORLD_SIZE": "two"}, "threads", r"\d in a call of 2 MB or more: .* cores for 1 rank"),
-        ({**TORCH, "LOCAL_WORLD_SIZE": "9999"}, "threads", r"1 in a call of 2 MB or more: .* cores for 9999 ranks"),
         ({}, "authentication", "one rank needs none; spawn provides a secret"),
         (TORCH, "authentication", "none: the ranks are not authenticated; give all ranks the same DIST_PRIMS_SECRET"),
         (

@@ -100,8 +100,7 @@ def test_all_cases(program: Path) -> None:
 @pytest.mark.parametrize("sanitizer", compile_native.SANITIZERS)
 def test_all_cases_under_a_sanitizer(sanitizer: str) -> None:
     program = built(build_core(sanitizer), *compile_native.SANITIZERS[sanitizer])
-    # Some cases start threads in a forked child of a process with threads, which ThreadSanitizer refuses by default.
-    run(program, timeout=1000, UBSAN_OPTIONS="print_stacktrace=1", TSAN_OPTIONS="die_after_fork=0")
+    run(program, timeout=1000, UBSAN_OPTIONS="print_stacktrace=1")
 
 
 @pytest.mark.slow

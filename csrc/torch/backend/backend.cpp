@@ -1,15 +1,12 @@
 #include "backend.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <optional>
 
-#include "../../common/core_share.h"
 #include "../../common/thread.h"
-#include "../../common/thread_team.h"
 #include "../../shm/collectives.h"
 #include "../common/python_signals.h"
 #include "../common/work.h"
@@ -48,11 +45,6 @@ void wait_for_job(Queue& queue, const Queue::Handle& job, HostSegment& host_segm
     }
 }
 
-// The threads of a synchronous call. An asynchronous call has one: the program computes on the cores meanwhile.
-int threads_for(std::size_t bytes) {
-    return bytes < 2 * kLeastShare ? 1 : threads_of_call(at::get_num_threads());
-}
-
 FlightRecorder::Entry flight_record_entry(const Call& call, const CallOptions& options, std::uint64_t sequence) {
     FlightRecorder::Entry entry{.sequence = sequence, .count = call.count, .title = options.title};
     entry.dtype = call.collective == Collective::kBarrier ? "" : name_of(call.dtype);
@@ -84,10 +76,6 @@ PrimsBackend::PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int ran
         first.set_algorithm(c10::str("one shot to ", first.layout, ", slot ", first.count));
         const LinkCosts link = execution_->first_agreement(first, setup_->network, setup_->timeout);
         trace_group_ = std::make_unique<const TraceGroup>(setup_->describe(link));
-        std::vector<int> pids;
-        for (int peer = 0; peer < host_segment_->membership.size(); ++peer)
-            pids.push_back(host_segment_->membership.process(peer));
-        note_ranks_of_host(pids, setup_->launched_ranks);
         delete_rendezvous_key(*store, rank, hosts_of(setup_->hosts, rank));
     } catch (...) {
         if (execution_) execution_->forward_notice();
@@ -187,9 +175,6 @@ WorkPtr PrimsBackend::run_or_enqueue(std::vector<CollectiveCall> calls, const Ca
             const std::vector<c10::IValue> inputs(outputs.begin(), outputs.end());
             at::detail::record_function_with_scope(*range, options.title, inputs);
         }
-        std::size_t bytes = 0;
-        for (const CollectiveCall& call : calls) bytes = std::max(bytes, call.bytes());
-        const CallThreads threads(threads_for(bytes));
         run_calls(calls, options.timeout, entry);
         return c10::make_intrusive<DoneWork>(rank_, options.type, std::move(outputs), sequence, options.output_lists);
     }
@@ -347,9 +332,7 @@ void PrimsBackend::all_reduce_now(const at::Tensor& tensor, const c10d::ReduceOp
     Call call = announced_call(Collective::kAllReduce, tensor, count);
     call.op = checked_op("all_reduce", op, tensor);
     call.sequence = ++sequence_;
-    const std::size_t bytes = count * size_of(call.dtype);
-    call.tensor_ref = host_segment_->tensor_ref_of(bytes_of(tensor), bytes);
-    const CallThreads threads(threads_for(bytes));
+    call.tensor_ref = host_segment_->tensor_ref_of(bytes_of(tensor), count * size_of(call.dtype));
     with_flight_record(flight_recorder_.add(flight_record_entry(call, options, call.sequence), true), [&] {
         const TraceCall traced(*trace_group_, call);
         host_segment_->slots.open(call, options.timeout);

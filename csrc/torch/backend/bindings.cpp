@@ -10,7 +10,6 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "../../common/core_share.h"
 #include "backend.h"
 #include "incremental_tensor.h"
 #include "signed_store.h"
@@ -139,7 +138,6 @@ Setup read_setup(const py::object& setup, Milliseconds timeout) {
             [describe = field<Describe>(setup, "describe")](const LinkCosts& link) {
                 return describe(link.beta > 0 ? std::optional(std::pair(link.alpha, link.beta)) : std::nullopt);
             },
-        .launched_ranks = field<std::size_t>(setup, "launched_ranks"),
         .dump = field<std::string>(setup, "dump"),
     };
 }
@@ -369,8 +367,6 @@ PYBIND11_MODULE(_backend, module) {
     name_dtypes();
     bind_transport_libraries(module);
     module.attr("built_for") = BUILT_FOR_TORCH;
-    module.def("assume_cores", &assume_cores);
-    module.def("describe_threads", &describe_threads);
     module.def("run_exit_actions", &run_exit_actions, Free());
     module.def(
         "empty", [](const std::vector<int64_t>& shape, at::ScalarType dtype) { return shared_tensor(shape, dtype); },

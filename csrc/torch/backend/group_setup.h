@@ -72,8 +72,7 @@ struct Setup {
     // Called when the group is made, with the costs of the link between hosts if they have been measured. Returns the
     // description of the group in traces.
     std::function<std::string(const LinkCosts&)> describe;
-    std::size_t launched_ranks = 0;  // by the launcher on this host; 0 if that is not known
-    std::string dump;                // the file to which the flight record is written when a call fails; may be empty
+    std::string dump;  // the file to which the flight record is written when a call fails; may be empty
 };
 
 // `names`: the host's name of each rank.
