@@ -72,7 +72,8 @@ public:
     int descriptor() const { return epoll_.descriptor(); }
     // Whether more is to be sent or received than the kernel's buffers hold.
     bool is_loaded();
-    // Whether no thread waits, and none has waited since the last call. `waits`: of this function, between its calls.
+    // Whether no thread waits, and none has waited since the last call. `waits`: the number of waits at the last call,
+    // which the caller keeps.
     bool is_idle_since(std::uint64_t& waits);
 
 private:

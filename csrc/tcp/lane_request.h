@@ -12,7 +12,7 @@ namespace dist_prims {
 template <typename Lane, typename MessagePtr>
 class LaneRequest : public Transport::TransportRequest {
 public:
-    // `transport`: is closed when the time limit of a wait has passed. UCX passes the transport of its control lane.
+    // `transport` is closed when the time limit of a wait has passed. UCX passes the transport of its control lane.
     LaneRequest(TcpTransport& transport, Lane& lane, MessagePtr message)
         : transport_(transport), lane_(lane), message_(std::move(message)) {}
     ~LaneRequest() override { lane_.release(message_); }

@@ -60,7 +60,8 @@ public:
         else
             ::eventfd_read(wake_.descriptor(), &count);
     }
-    // Whether no thread waits, and none has waited since the last call. `waits`: of this function, between its calls.
+    // Whether no thread waits, and none has waited since the last call. `waits`: the number of waits at the last call,
+    // which the caller keeps.
     bool is_none_since(std::uint64_t& waits) const {
         return std::exchange(waits, waits_) == waits_ && awaited_.empty();
     }

@@ -77,7 +77,7 @@ def unusable_reason() -> str:
     if imported is None or not imported.Is_initialized():
         try:
             launcher = detect()
-        except ValueError as error:  # a wrong environment, which is no error for a caller that needs no launcher
+        except ValueError as error:  # variables of a launcher are wrong: a reason, since a caller may need no launcher
             return str(error)
         if launcher.medium != "MPI":
             return (

@@ -59,7 +59,7 @@ def is_on_dist_prims(call: Call) -> bool:
 
 
 def _first_direct_all_reduce(tensor: Any, op: Any, group: Any) -> bool:
-    """As the adapter's function, which replaces this one at the first call of a group that has loaded the adapter."""
+    """Call the adapter's function, which replaces this one; the first group of dist_prims has loaded the adapter."""
     global direct_all_reduce
     if not (isinstance(group, dist.ProcessGroup) and _is_dist_prims(_backend_for(group, _CPU))):
         return False

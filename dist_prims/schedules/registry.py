@@ -97,7 +97,8 @@ def load_by_card(
 def _known_load(
     _version: int, _registered: Algorithm, _hosts: Hosts, _parameters: tuple[tuple[str, Any], ...]
 ) -> list[Load]:
-    return []  # until the load is computed
+    """A list for the load of an algorithm, which is empty until load_by_card() has computed the load."""
+    return []
 
 
 def _new_load(
