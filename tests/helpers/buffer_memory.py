@@ -11,8 +11,6 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
-import numpy as np
-
 from dist_prims.schedules import Schedule, ScheduleError
 
 Value = tuple[int, tuple[int, ...]]
@@ -78,13 +76,6 @@ def verdict(text: str, path: Path) -> str:
     except ValueError as error:
         return str(error) if isinstance(error, ScheduleError) else f"refused: {error}"
     return ""
-
-
-def has_results_of(found: Schedule, schedule: Schedule) -> bool:
-    """Whether a schedule that was read gives what the saved one gives."""
-    inputs = [np.arange(len(schedule.contract.start(rank).chunk)) + 100 * rank for rank in range(schedule.size)]
-    results = zip(found.simulate(inputs), schedule.simulate(inputs), strict=True)
-    return all(np.array_equal(one, two) for one, two in results)
 
 
 T = TypeVar("T", str, dict[str, Any])

@@ -13,8 +13,9 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from buffer_memory import BufferMemory, Value, WrongError, check_mutants, has_results_of, last, verdict
+from buffer_memory import BufferMemory, Value, WrongError, check_mutants, last, verdict
 
 from dist_prims.cli.main import main
 from dist_prims.schedules import Graph, Schedule, algorithms, build, synthesize
@@ -278,17 +279,26 @@ def test_mutants_are_refused_or_right(base: str, tmp_path: Path) -> None:
     check_mutants(BASES[base](tmp_path), mutant, machine_agrees, random.Random(base), tmp_path / "two.xml")
 
 
+def has_results_of(found: Schedule, schedule: Schedule) -> bool:
+    """Whether a schedule that was read gives what the saved one gives."""
+    inputs = [np.arange(len(schedule.contract.start(rank).chunk)) + 100 * rank for rank in range(schedule.size)]
+    results = zip(found.simulate(inputs), schedule.simulate(inputs), strict=True)
+    return all(np.array_equal(one, two) for one, two in results)
+
+
+@pytest.mark.parametrize("kind", ["msccl", "mscclpp"])
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_an_exported_schedule_is_read_again_and_written_byte_for_byte(collective: str, tmp_path: Path) -> None:
+def test_an_exported_schedule_is_read_again(collective: str, kind: str, tmp_path: Path) -> None:
     for name in algorithms(collective):
         for size in (1, 2, 3, 5, 8):
             schedule = build(collective, name, size)
-            text = schedule.save(tmp_path / "one.xml", "msccl").read_text()
-            found = Schedule.load(tmp_path / "one.xml")
+            text = schedule.save(tmp_path / "one", kind).read_text()
+            found = Schedule.load(tmp_path / "one")
             assert has_results_of(found, schedule), (name, size)
             assert found.contract.same_bits or not schedule.contract.same_bits
-            if (collective, name) != ("all_reduce", "direct"):  # whose sums in one step become several steps
-                assert found.save(tmp_path / "two.xml", "msccl").read_text() == text
+            # The sums in one step of the direct all_reduce become several steps.
+            if kind == "msccl" and (collective, name) != ("all_reduce", "direct"):
+                assert found.save(tmp_path / "two", kind).read_text() == text
 
 
 def test_a_collective_that_the_format_lacks_is_not_exported(tmp_path: Path) -> None:

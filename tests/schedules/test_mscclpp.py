@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from buffer_memory import BufferMemory, MemoryPlace, Value, WrongError, check_mutants, has_results_of, last, verdict
+from buffer_memory import BufferMemory, MemoryPlace, Value, WrongError, check_mutants, last, verdict
 
 from dist_prims.cli import main
-from dist_prims.schedules import Schedule, algorithms, build
+from dist_prims.schedules import Schedule, build
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 Plan = dict[str, Any]
 Where = tuple[int, MemoryPlace]
 PACKETS = {"ppkt", "rppkt", "respkt", "cpkt", "upkt", "repkt", "recpkt", "recspkt"}
@@ -527,18 +526,6 @@ def mutant(plan: Plan, chance: random.Random) -> Plan:
 def test_mutants_are_refused_or_right(base: str, tmp_path: Path) -> None:
     """125 plans with one mistake for each base: 1,000 together."""
     check_mutants(BASES[base](tmp_path), mutant, plan_agrees, random.Random(base), tmp_path / "two.json")
-
-
-@pytest.mark.parametrize("collective", COLLECTIVES)
-def test_an_exported_schedule_is_read_again(collective: str, tmp_path: Path) -> None:
-    for name in algorithms(collective):
-        for size in (1, 2, 3, 5, 8):
-            schedule = build(collective, name, size)
-            plan = json.loads(schedule.save(tmp_path / "one.json", "mscclpp").read_text())
-            found = Schedule.load(tmp_path / "one.json")
-            assert has_results_of(found, schedule), (name, size)
-            assert found.contract.same_bits or not schedule.contract.same_bits
-            assert max(len(block["ops"]) for gpu in plan["gpus"] for block in gpu["threadblocks"]) <= 64
 
 
 LIMITS: dict[str, tuple[str, str, int]] = {
