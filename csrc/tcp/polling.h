@@ -30,7 +30,7 @@ public:
         // Yields the core, without the lock, and returns true: poll again. Or returns false at once: sleep.
         bool again(std::unique_lock<std::mutex>& lock) {
             constexpr int kPolls = 30, kPollsInBackground = 3;
-            if (!polling_.polls_ || polls_++ == (in_background ? kPollsInBackground : kPolls)) return false;
+            if (!polling_.polls_ || count_++ == (in_background ? kPollsInBackground : kPolls)) return false;
             const auto now = Clock::now();
             if (now < polling_.poll_again_) return false;
             lock.unlock();
@@ -42,7 +42,7 @@ public:
 
     private:
         Polling& polling_;
-        int polls_ = 0;
+        int count_ = 0;  // of the polls of this wait
     };
 
 private:

@@ -99,8 +99,8 @@ def at_free_port(bind: Callable[[int], T]) -> T:
     raise _no_port(f"{PORTS}={os.environ[PORTS]}" if os.environ.get(PORTS) else _KERNEL_PORTS)
 
 
-def _no_port(ports_of: str) -> OSError:
-    return OSError(f"all ports of {ports_of} are in use on this host; give a wider range, or end other programs")
+def _no_port(setting: str) -> OSError:
+    return OSError(f"all ports of {setting} are in use on this host; give a wider range, or end other programs")
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
