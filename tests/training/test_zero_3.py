@@ -199,6 +199,13 @@ class Branch(torch.nn.Module):
         return y if dist.get_rank() == 0 else self.other(y)
 
 
+class Shift(Branch):
+    """On rank 0 only a sum, whose backward reads no parameter."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.one.bias if dist.get_rank() == 0 else super().forward(x)
+
+
 @pytest.mark.parametrize(("size", "backend"), [(2, "dist_prims"), (3, "dist_prims"), (2, "gloo")])
 def test_zero_3_takes_what_differs_within_a_unit(size: int, backend: str) -> None:
     """What autograd saves then differs, too: the first unit, or one whose input has a gradient on one rank only."""
@@ -226,6 +233,11 @@ def test_zero_3_takes_what_differs_within_a_unit(size: int, backend: str) -> Non
         weight = ShardedParameters(model).state_dict()["0.weight"]
         model(x).sum().backward()  # none is trained
         assert torch.equal(x.grad, weight)
+        layers = torch.nn.Sequential(Shift(), Shift())
+        sharded = ShardedParameters(layers)
+        # Once only rank 1 gathered the first unit again.
+        checkpoint(layers, x.expand(1, 3), use_reentrant=True).sum().backward()
+        assert all(each.grad is not None for each in sharded.parameters())
 
     spawn(body, size, backend=backend)
 

@@ -122,7 +122,7 @@ class ShardedParameters:
     def _gather_before_backward(self, result: Any, unit: Unit) -> None:
         """Gather before the backward of ``result``, even if it reads no parameter on this rank: other ranks may."""
         outputs = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor) and each.grad_fn]
-        if outputs and unit.name and torch.is_grad_enabled() and graph_task_id() == _NO_BACKWARD:
+        if outputs and unit.name and torch.is_grad_enabled():
             torch.autograd.graph.register_multi_grad_hook(outputs, lambda _: self._gather(unit), mode="any")  # type: ignore[arg-type]
 
     @contextmanager
