@@ -37,7 +37,7 @@ from .unit import Unit, assign_units
 
 __all__: list[str] = []
 
-_NO_BACKWARD = -1
+_NO_BACKWARD = -1  # graph_task_id() outside of a backward
 _not_compiled = functools.partial(torch.compiler.disable, reason="ShardedParameters gathers a unit here")
 
 
@@ -57,11 +57,11 @@ class ShardedParameters:
     The default ``units`` are the model's children. A parameter in none of them or in several (tied weights) is whole
     during the model's forward. The optimizer gets :meth:`parameters`: a flat tensor for each unit and dtype, so it must
     be elementwise, as SGD and Adam are. The constructor copies rank 0's parameters to all ranks. All ranks must run the
-    same units in the same order, and their losses must reach the same units; the computation within a unit may differ.
-    Gradients are means over the ranks, added up until ``zero_grad()`` of the optimizer. A parameter without a gradient
-    counts as zero if its unit has one. Freeze parameters, and copy the model, before sharding.
-    ``torch.compile(model)`` compiles each unit by itself. With float16 call unscale of training.mixed_precision:
-    torch's GradScaler checks only the shards of this rank.
+    same units in the same order, and their losses must reach the same units; the computation within a unit may differ,
+    but every rank must read the same parameters outside of units. Gradients are means over the ranks, added up until
+    ``zero_grad()`` of the optimizer. A parameter without a gradient counts as zero if its unit has one. Freeze
+    parameters, and copy the model, before sharding. ``torch.compile(model)`` compiles each unit by itself. With float16
+    call unscale of training.mixed_precision: torch's GradScaler checks only the shards of this rank.
     """
 
     collective_state_dict = True  # read by Checkpoints
@@ -77,14 +77,15 @@ class ShardedParameters:
         problem = problem or averager_problem("ShardedParameters", model, self._group.rank())
         check_same_model("ShardedParameters", settings, tensors, self._group, problem)
         broadcast_coalesced([each.detach() for _, each in tensors], 0, self._group)
-        self._whole: dict[int, Unit] = {}  # by the storage of what is gathered
+        self._whole: dict[int, Unit] = {}  # the units that are whole, by their storage
         self._units = [Unit(key[0], model, parameters, self._group) for key, parameters in assigned.items()]
-        self._task = _NO_BACKWARD
+        self._task = _NO_BACKWARD  # or the backward whose end calls _end_backward()
         for unit in self._units:
             module = model.get_submodule(unit.name)
             module.forward = _GatheringForward(self, module.forward, unit)
+            # Some gradients arrive in a backward that gathers nothing: of a bias in none of the units, for example.
             for parameter in unit.parameters if unit.shard.requires_grad else []:
-                parameter.register_post_accumulate_grad_hook(lambda _: self._watch())
+                parameter.register_post_accumulate_grad_hook(lambda _: self._note_backward())
 
     def parameters(self) -> list[Parameter]:
         """The trained shards of this rank, for its optimizer."""
@@ -98,7 +99,7 @@ class ShardedParameters:
                 stack.enter_context(self._in_use(unit))
             yield
             for unit in self._units:
-                unit.keep()
+                unit.keep_changes()
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
@@ -120,7 +121,10 @@ class ShardedParameters:
             self._model.load_state_dict(state)
 
     def _gather_before_backward(self, result: Any, unit: Unit) -> None:
-        """Gather before the backward of ``result``, even if it reads no parameter on this rank: other ranks may."""
+        """Gather before the backward of ``result``, even if it reads no parameter on this rank: other ranks may.
+
+        Not for the model itself (its name is empty): the backward of its last unit follows at once, and would free it.
+        """
         outputs = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor) and each.grad_fn]
         if outputs and unit.name and torch.is_grad_enabled():
             torch.autograd.graph.register_multi_grad_hook(outputs, lambda _: self._gather(unit), mode="any")  # type: ignore[arg-type]
@@ -133,7 +137,7 @@ class ShardedParameters:
             yield
         finally:
             unit.uses -= 1
-            if graph_task_id() == _NO_BACKWARD:  # else a checkpoint has computed again, and its backward follows
+            if graph_task_id() == _NO_BACKWARD:  # else a checkpoint has computed the unit again for its backward
                 self._free_unused()
 
     @contextmanager
@@ -142,30 +146,32 @@ class ShardedParameters:
         outer = saved_tensor_hooks(while_tracing=True)
 
         def pack(tensor: torch.Tensor) -> Any:
-            unit = self._whole.get(storage_id(tensor)) if tensor.layout == torch.strided else None
+            owner = self._whole.get(storage_id(tensor)) if tensor.layout == torch.strided else None
             # as_strided() of what is gathered gives no other dtype, and no conjugate or negation that is still to come.
-            if unit is None or unit.shard.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
+            if owner is None or owner.shard.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
                 return outer[0](tensor) if outer else tensor
             view = tensor.shape, tensor.stride(), int(tensor.storage_offset())
-            return _Place(self._at, unit, unit.version(), view)
+            return _Place(self._tensor_at, owner, owner.version(), view)
 
-        def unpack(kept: Any) -> Any:
-            if isinstance(kept, _Place):
-                return kept()
-            return outer[1](kept) if outer else kept
+        def unpack(saved: Any) -> Any:
+            if isinstance(saved, _Place):
+                return saved()
+            return outer[1](saved) if outer else saved
 
+        # An operation outside of a graph calls pack() while the compiler is on, which would compile pack().
         with self._in_use(unit), torch.autograd.graph.saved_tensors_hooks(_not_compiled(pack), unpack):
             yield
 
-    def _at(self, unit: Unit, version: int, view: Any) -> torch.Tensor:
-        """The tensor at a place that the backward unpacks."""
+    def _tensor_at(self, unit: Unit, version: int, view: Any) -> torch.Tensor:
+        """The tensor at a place that the backward unpacks. ``version``: of the shard in the forward; ``view``: shape,
+        strides and offset in the gathered unit."""
         if version != unit.version():
             raise RuntimeError(f"{unit.where}: the shard was changed between forward and backward; step after both")
         return self._gather(unit).as_strided(*view)
 
     def _gather(self, unit: Unit) -> torch.Tensor:
-        """Make a unit whole, and free those that are not in use."""
-        self._watch()
+        """Make a unit whole, and free the units that are not in use; in a backward also reduce their gradients."""
+        self._note_backward()
         if unit.full is None:
             for other in self._free_unused():
                 if other.shard.requires_grad and self._task != _NO_BACKWARD:
@@ -180,25 +186,26 @@ class ShardedParameters:
             self._whole.pop(storage).free()
         return [*unused.values()]
 
-    def _watch(self) -> None:
-        """Note which backward runs; call ``_end`` when it ends, or discard what one that raised has left."""
+    def _note_backward(self) -> None:
+        """Called in each gather and when a gradient arrives: have autograd call ``_end_backward`` at the end of a new
+        backward."""
         if self._task != (task := graph_task_id()):
             self._task = task
             if task != _NO_BACKWARD:
-                queue_backward_callback(self._end)
-            else:
+                queue_backward_callback(self._end_backward)
+            else:  # a backward has raised, for its end would have set _task: discard what it has left
                 self._free_unused()
                 for unit in self._units:
                     unit.discard_gradients()
 
-    def _end(self) -> None:
-        """End a backward: reduce the gradients that are left, on any rank."""
+    def _end_backward(self) -> None:
+        """Reduce the gradients that have arrived since their unit was reduced, on any rank."""
         self._task = _NO_BACKWARD
         self._free_unused()
         mine = [any(each is not None for each in unit.gradients()) for unit in self._units]
-        left = torch.tensor(mine, dtype=torch.int32, device=self._units[0].shard.device)
-        dist.all_reduce(left, dist.ReduceOp.MAX, self._group)
-        for unit, is_left in zip(self._units, left.tolist(), strict=True):
+        has_gradient = torch.tensor(mine, dtype=torch.int32, device=self._units[0].shard.device)
+        dist.all_reduce(has_gradient, dist.ReduceOp.MAX, self._group)
+        for unit, is_left in zip(self._units, has_gradient.tolist(), strict=True):
             if is_left:
                 unit.reduce()
 
@@ -208,7 +215,11 @@ class _Place(functools.partial[torch.Tensor]):
 
 
 class _GatheringForward:
-    """The forward of a module that gathers a unit. The compiler sees the module's own forward only."""
+    """The forward of a module that gathers a unit. The compiler sees the module's own forward only.
+
+    The compiler must not compile ``__call__``, nor any function that gathers or frees (``_call_uncompiled``), but the
+    module's own forward. ``_call`` is the frame in which it begins: it begins in none of torch's own modules.
+    """
 
     def __init__(self, sharded: ShardedParameters, plain: Callable[..., Any], unit: Unit) -> None:
         functools.update_wrapper(self, plain)
@@ -219,7 +230,7 @@ class _GatheringForward:
         context = self._sharded._computing(self._unit)
         _call_uncompiled(context.__enter__)
         try:
-            result = _call(self._plain, *args, **kwargs)  # a frame of its own, which the compiler compiles
+            result = _call(self._plain, *args, **kwargs)
         finally:
             _call_uncompiled(context.__exit__, None, None, None)
         _call_uncompiled(self._sharded._gather_before_backward, result, self._unit)

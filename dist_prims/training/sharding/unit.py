@@ -19,6 +19,7 @@ from ...torch_compat import all_gather_single, reduce_scatter_single, tree_leave
 
 __all__: list[str] = []
 
+# Of an absent parameter: attributes that read its values or its gradient, and methods that read neither.
 _REFUSED_ATTRIBUTES = {"data", "grad", "T", "mT", "H", "mH", "real", "imag"}
 _METHODS = {"size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex", "untyped_storage"}
 _METHODS |= {
@@ -57,9 +58,10 @@ class Unit:
         self.name, self.parameters, self._group = name, parameters, group
         self.where = f"rank {group.rank()}: ShardedParameters: {name or 'the model'}"
         self.uses = 0  # by forwards that are running
-        self.full: torch.Tensor | None = None
+        self.full: torch.Tensor | None = None  # all parameters, while the unit is whole
         own = {id(each) for each in parameters}
         entries = ((module, *entry) for module in model.modules() for entry in module.named_parameters(recurse=False))
+        # Where modules hold the parameters: module, attribute, parameter.
         self._slots = [(module, key, each) for module, key, each in entries if id(each) in own]
         self._padding = -sum(each.numel() for each in parameters) % group.size()
         self.shard = Parameter(
@@ -68,6 +70,7 @@ class Unit:
         self.free()
 
     def version(self) -> int:
+        """The number of changes of the shard in place."""
         return version_of(self.shard)
 
     def gather(self) -> torch.Tensor:
@@ -83,28 +86,28 @@ class Unit:
                     if type(parameter) is AbsentParameter:
                         parameter.__class__ = Parameter  # type: ignore[assignment]
                 torch.nn.utils.vector_to_parameters(full, self.parameters)
-                self.full, self._version = full, self.version()
+                self.full, self._gathered_version = full, self.version()
         return self.full
 
     def free(self) -> None:
         """Free the whole; tensors that autograd has unpacked live as long as they are used."""
         self.full = None
         with torch.inference_mode(False):
-            nothing = self.shard.new_full((), float("nan") if self.shard.dtype.is_floating_point else 0)
+            absent = self.shard.new_full((), float("nan") if self.shard.dtype.is_floating_point else 0)
             for parameter in self.parameters:
-                parameter.data = nothing.expand(parameter.shape)
+                parameter.data = absent.expand(parameter.shape)
                 if type(parameter) is Parameter:  # a subclass is not changed, and reads as NaN
                     parameter.__class__ = AbsentParameter
                     parameter.unit_name = self.where  # type: ignore[attr-defined]
 
     @torch.no_grad()
-    def keep(self) -> None:
+    def keep_changes(self) -> None:
         """Copy changes of the whole to this rank's shard; nothing is sent, as all ranks make the same changes."""
         if not torch.equal(own := self._own_part(self._flat(self.parameters)), self.shard):
-            if self.version() != self._version:
+            if self.version() != self._gathered_version:
                 raise RuntimeError(f"{self.where}: the shard was changed within gathered(); step the optimizer outside")
             self.shard.copy_(own)
-            self._version = self.version()
+            self._gathered_version = self.version()
 
     def gradients(self) -> list[torch.Tensor | None]:
         with without_torch_function():
