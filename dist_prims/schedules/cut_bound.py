@@ -56,7 +56,8 @@ def bandwidth_unit(graph: Graph) -> Fraction:
 def _all_gather(size: int, links: list[Link]) -> Fraction:
     """The seconds for each byte of an all_gather: the inverse of the rate at which all ranks can send to one at once.
 
-    The rate begins at the limit of the links to rank 0. While a cut does not carry it, it becomes the rate of the cut.
+    The rate begins at the limit of the links to rank 0. While a cut does not carry it, it becomes the rate of the cut:
+    what the links over the cut carry, divided by the ranks inside, whose data must all cross it.
     """
     rate = Fraction(sum(int(link.bandwidth) for link in links if link.dst == 0), size - 1)
     for rank in range(size):

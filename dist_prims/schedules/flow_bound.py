@@ -48,7 +48,7 @@ def flow_bound(graph: Graph, seconds: float = math.inf) -> float:
     ways, number = len(routes), np.arange(len(routes))
     passing = np.repeat(number, [len(route) for route in routes])
     passes = sparse.coo_array((np.ones(len(passing)), (np.concatenate(routes), passing)), (links, ways))
-    # 2. Of the flow of each rank: what enters a node and does not leave it.
+    # 2. Of the flow of each rank (a block of rows and variables each): what enters a node and does not leave it.
     enters = sparse.coo_array((np.ones(ways), (dst, number)), (nodes, ways))
     leaves = sparse.coo_array((np.ones(ways), (src, number)), (nodes, ways))
     kept = sparse.hstack([sparse.kron(sparse.eye_array(size), enters - leaves), np.zeros((size * nodes, 1))])

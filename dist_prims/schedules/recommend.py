@@ -233,11 +233,11 @@ class _Search:
 
     def _price(self, schedule: Schedule) -> Candidate | None:
         nbytes, topology, hosts = self.nbytes, self.topology, Hosts.of(self.topology)
-        # With so many messages between hosts the price is not among the best. Twice the tolerance, because of rounding.
+        # With more messages between hosts the price is not among the best. Twice the tolerance, because of rounding.
         alpha = topology.outer.alpha
         most = self.shortest * (1 + 2 * _TOLERANCE) / alpha if self.only_best and alpha else math.inf
         try:
-            if outer := dict(schedule.parameters).get("outer"):
+            if outer := dict(schedule.parameters).get("outer"):  # its own load shows sooner that there are too many
                 load_by_card(lookup(self.collective, outer), hosts.one_rank_each, most_messages=most)
             load = load_by_card(lookup(self.collective, schedule.algorithm), hosts, schedule.parameters, most)
         except TooManyMessages:

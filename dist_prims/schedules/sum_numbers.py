@@ -26,7 +26,7 @@ class Sums:
         self._numbers: dict[tuple[int, int, bool], int] = {}
 
     def add(self, left: Ints, right: Ints, continues: NDArray[np.bool_]) -> Ints:
-        """Numbers of the sums left[i] + right[i]."""
+        """Numbers of the sums left[i] + right[i]. ``continues[i]``: right[i] is a further addend of the sum left[i]."""
         low, high = np.minimum(left, right), np.maximum(left, right)
         left, right = np.where(continues, left, low), np.where(continues, right, high)
         # Each addition is one integer: left, right (32 bits), continues (1 bit).

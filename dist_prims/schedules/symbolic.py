@@ -86,7 +86,7 @@ def _run(state: State, step: Step, number: int, counts_once: bool) -> None:
         adds = np.flatnonzero(step.reduce & (position == now))
         held, added = state.sum.flat[target[adds]], value[adds]
         _check_addition(state, step.take(adds), number, target[adds], piece[adds], added, counts_once)
-        state.sum.flat[target[adds]] = state.sums.add(held, added, now > is_copied[adds])
+        state.sum.flat[target[adds]] = state.sums.add(held, added, continues=now > is_copied[adds])
 
 
 def place_in_run(keys: Ints) -> Ints:

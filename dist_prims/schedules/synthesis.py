@@ -48,7 +48,7 @@ NAME = "synthesized"
 _MOST_TREES, _MOST_WAYS = 1024, 4096  # by default
 _FEW_TREES = 256  # more trees are tried with the lowest cost of depth only
 _LONG, _SHORT, _SHORTEST = 0.2, 3.0, 1000.0  # costs of depth: a high cost makes short trees
-_MORE_LEVELS = (1, 2)  # of the trees of a broadcast, than the farthest rank needs
+_MORE_LEVELS = (1, 2)  # that the trees of a broadcast may have beyond those that the farthest rank needs
 _MOST_RANKS_CUT = 64  # the cut of a larger graph takes long
 
 
@@ -227,10 +227,9 @@ class _Search:
     def _chunks(self, most: int | None) -> list[int]:
         """The numbers of chunks of a rank, or of a block, that are tried."""
         if most is None:
-            number = len(self._roots(1)) or 1
-            most = min(
-                64 if self.collective in ROOTED else 16, (_MOST_WAYS if self._has_ways else _MOST_TREES) // number
-            )
+            trees_or_ways = len(self._roots(1)) or 1
+            limit = (_MOST_WAYS if self._has_ways else _MOST_TREES) // trees_or_ways
+            most = min(64 if self.collective in ROOTED else 16, limit)
         counts = {*(4**power for power in range(8) if 4**power < most), max(most, 1)}
         # With multiples of these numbers, the links of the narrowest cut, or between all but one root, fill equally.
         equal = {self._full_trees, self.graph.ranks - 1 if self.collective in ROOTED else 0} - {0}
@@ -247,6 +246,8 @@ class _Search:
             bound = cut_bound(collective, self.graph, self.root)
         except ImportError:  # networkx is optional
             return 0
+        # With t trees for each root, a link of bandwidth_unit() carries t * blocks * bound * unit chunks in the time of
+        # the bound. The smallest t for which that is a whole number is the denominator.
         blocks = 1 if self.collective in ROOTED else self.graph.ranks
         return (blocks * bound * bandwidth_unit(self.graph)).denominator if bound else 0
 
@@ -281,15 +282,18 @@ class _Search:
 
     def timed(self, every: Sequence[Priced], nbytes: float) -> Iterator[Schedule]:
         """Few steps of given lengths (:mod:`.timed_trees`), where they can take less time than many segments."""
+        # 1. Few long steps can gain what the segments of the best schedule lose to latency. They are tried if that is
+        # more than 1 % of the time of the busiest link, but less than all of it.
         best, chunks = min(every, key=_seconds), every[-1].schedule.chunks
         busy = link_loads(best.schedule, self.graph).seconds_of_busiest_link(nbytes)
         has_every_pair = len(self._pairs.src) == self.graph.ranks * (self.graph.ranks - 1)
         if self._has_ways or not has_every_pair or chunks > _FEW_TREES or not 1.01 * busy < best.seconds < 2 * busy:
             return
+        # 2. For each choice of lengths, the steps of each half together take the time of the busiest link.
         roots = [self.root] * chunks if self.collective in ROOTED else self._roots(chunks // self.graph.ranks)
         seconds = nbytes / chunks / self.graph.bandwidth
         for relative in LENGTHS:
-            lengths = np.array(relative) / sum(relative) * busy / (1 + (self.collective == "all_reduce"))
+            lengths = np.array(relative) / sum(relative) * busy / (2 if self.collective == "all_reduce" else 1)
             yield self._both_halves(roots, functools.partial(self._timed_steps, roots, seconds, lengths))
 
     def _timed_steps(self, roots: Sequence[int], seconds: Floats, lengths: Floats, pairs: Pairs) -> list[Step]:

@@ -38,6 +38,7 @@ class TimedTrees(Packing):
         self, graph: Graph, pairs: Pairs, seed: int, seconds: NDArray[np.float64], lengths: NDArray[np.float64]
     ) -> None:
         super().__init__(graph, pairs, 0.0, seed)
+        # The slowness of a link in a step is the part of the step, without latency, that a chunk takes on the link.
         latency = np.zeros(len(graph.links) + 1)  # the longest of all messages that pass a link
         longest = np.array([sum(graph.links[link].latency for link in links) for links in pairs.links])
         np.maximum.at(latency, pairs.padded, longest[:, None])
@@ -55,7 +56,8 @@ class TimedTrees(Packing):
         chosen = np.zeros(number, np.int64)
         outside = np.ones(self.size, np.bool_)
         rank, ready, tree = root, 0, list[int]()  # the rank that was reached last, and the step from which it sends
-        while True:
+        while True:  # with the blocks of Packing.grow()
+            # 1. ``rank`` joins the tree, and each of its pairs gets the cheapest step from ``ready`` on.
             outside[rank] = False
             key[pairs.into[rank]] = np.inf
             if len(tree) == self.size - 1:
@@ -65,12 +67,14 @@ class TimedTrees(Packing):
             if ready < steps:
                 chosen[out] = ready + cost[ready:, out].argmin(axis=0)
                 key[out] = cost[chosen[out], out]
+            # 2. Take the cheapest pair in its step.
             pair = int(key.argmin())
             step, rank = int(chosen[pair]), int(pairs.dst[pair])
             ready = step + 1
             tree.append(step * number + pair)
             for link in pairs.links[pair]:
                 load[step, link] += 1
+            # 3. The other pairs over its links cost more in this step.
             for link, others in pairs.shared[pair]:
                 slow = slowness[step, link]
                 more = slow * ((load[step, link] + 1) * slow / most) ** power - weight[step, link]

@@ -116,6 +116,7 @@ class Packing:
         outside, depth = np.ones(self.size, np.bool_), [0] * self.size
         rank, tree = root, list[int]()
         while True:
+            # 1. ``rank`` joins the tree: pairs into it are of no use, and its pairs to ranks outside may be taken.
             outside[rank] = False
             key[pairs.into[rank]] = np.inf
             out = pairs.out_of[rank]
@@ -123,12 +124,14 @@ class Packing:
             key[out] = cost[out] + self.depth_cost * depth[rank]
             if len(tree) == self.size - 1:
                 return tree
+            # 2. Take the cheapest pair.
             pair = int(key.argmin())
             tree.append(pair)
             rank = int(pairs.dst[pair])
             depth[rank] = depth[pairs.src[pair]] + 1
             for link in pairs.links[pair]:
                 load[link] += 1
+            # 3. Its links weigh more now, so the other pairs over them cost more; inf stays inf.
             for link, others in pairs.shared[pair]:
                 more = slowness[link] * ((load[link] + 1) * slowness[link] / most) ** power - weight[link]
                 weight[link] += more

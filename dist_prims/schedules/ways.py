@@ -57,9 +57,11 @@ def steps_of_ways(ways: Sequence[Tree], pairs: Pairs, ends: Sequence[tuple[int, 
     """
     size = len(pairs.out_of)
     parts = len(ends) // (size * (size - 1)) if size > 1 else 1
+    # 1. Each rank copies its block for itself to where it receives blocks, behind the blocks that it sends.
     chunks, kept = size * parts, np.arange(size * parts)
     rank = kept // parts
     own = Step(rank, rank, kept, into=chunks + kept)
+    # 2. Behind the received blocks is the scratch, even numbers for even steps.
     rows: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
     place = [dst * parts + number % parts for number, (_, dst) in enumerate(ends)]  # the chunk number of each chunk now
     used = np.zeros((2, size), np.int64)  # scratch chunks that odd and even steps write, by rank

@@ -66,6 +66,9 @@ class _Rank:
 
 
 class _Writer:
+    """Collects the operations of all ranks, step by step. ``scratch``: the number of the first slot of the transfers,
+    behind the scratch of the schedule."""
+
     def __init__(self, schedule: ScheduleData) -> None:
         self.schedule, self.places = schedule, places(schedule)
         self.scratch = schedule.contract.total - schedule.data_chunks
@@ -77,6 +80,7 @@ class _Writer:
             rank.add(*rank.control("rlxsignal", rank.peers), *rank.control("rlxwait", rank.peers), _NOP)
 
     def add_step(self, rows: Sequence[Transfer]) -> None:
+        # 1. What each rank does before its signals (puts and copies into slots) and after its waits (copies and sums).
         arrivals: dict[int, list[Transfer]] = defaultdict(list)
         for row in rows:
             if row[0] != row[1] or row[4] or row[2] != row[3]:
@@ -85,6 +89,7 @@ class _Writer:
         after: dict[int, list[dict[str, Any]]] = {}
         for dst, into in arrivals.items():
             after[dst] = self._writes(into, before)
+        # 2. Its operations in their order; all threads of the block meet at each nop.
         for number, rank in enumerate(self.ranks):
             targets = sorted({dst for src, dst, *_ in rows if src == number != dst})
             sources = sorted({src for src, dst, *_ in rows if dst == number != src})
@@ -97,7 +102,8 @@ class _Writer:
 
     def _writes(self, rows: Sequence[Transfer], before: dict[int, list[dict[str, Any]]]) -> list[dict[str, Any]]:
         """The operations of a rank after its waits. Appends to ``before`` what brings the operands to its scratch."""
-        operands: dict[int, list[Place]] = {}
+        # 1. Each transfer goes to slots of its own.
+        operands: dict[int, list[Place]] = {}  # of each chunk that is written: what is added up, or copied
         for (src, dst, chunk, into, reduce), count in merged_transfers(rows, self.places, self.schedule.contract.total):
             slot = self.scratch + self.ranks[dst].slots
             self.ranks[dst].slots += count
@@ -110,6 +116,7 @@ class _Writer:
             for each in range(count):
                 own = [self.places[into + each]] if reduce else []
                 operands.setdefault(into + each, own).append(("s", slot + each))
+        # 2. Neighbours whose operands are neighbours are one operation.
         writes: list[dict[str, Any]] = []
         for written, names, count in _runs([(self.places[into], names) for into, names in operands.items()]):
             name = "re" if len(names) > 1 else "copy"

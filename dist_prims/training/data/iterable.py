@@ -74,7 +74,7 @@ class ShardedIterable:
             if yielded is not self._yielded:
                 raise RuntimeError("ShardedIterable: call batches() again after a change of the position")
             yielded[worker] += samples
-            full[turn % len(full)] += size
+            full[turn % len(full)] += size  # the loader takes the batches of its workers in turn
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -148,6 +148,7 @@ def _assigned(shards: Sequence[Callable[[], Iterable[Any]]], consumer: int, cons
     for number in range(consumer, whole, consumers):
         yield from shards[number]()
     if left := len(shards) - whole:
+        # Consumers k, k + left, k + 2 left, ... share the shard that is number k of those left.
         sharers = len(range(consumer % left, consumers, left))
         yield from islice(shards[whole + consumer % left](), consumer // left, None, sharers)
 

@@ -156,13 +156,14 @@ def _by_weight(weights: NDArray[np.float64], sizes: Sequence[float]) -> NDArray[
     light = np.flatnonzero(weights == 0)
     owners[light] = deal(np.diff([0, *_cuts(len(light), _fractions(sizes)), len(light)]).tolist())
     total = float(weights.sum())
-    lacking = [(-fraction * total, part) for part, fraction in enumerate(_fractions(sizes)) if fraction]
-    heapq.heapify(lacking)
+    # A heap of (minus the weight that a part lacks, the part): the part that lacks most comes first.
+    excesses = [(-fraction * total, part) for part, fraction in enumerate(_fractions(sizes)) if fraction]
+    heapq.heapify(excesses)
     heaviest = np.argsort(-weights, kind="stable")[: len(weights) - len(light)]
     for item, weight in zip(heaviest.tolist(), weights[heaviest].tolist(), strict=True):
-        lack, part = lacking[0]
+        excess, part = excesses[0]
         owners[item] = part
-        heapq.heapreplace(lacking, (lack + weight, part))
+        heapq.heapreplace(excesses, (excess + weight, part))
     return owners
 
 

@@ -315,6 +315,7 @@ class Transfers:
         """The layout of a message; it is empty where a failure came instead of a layout."""
         if message.kind == "F":
             return self._layout_of_input[message[1:3]]
+        # The gradients of a stage's output are gradients of the input of the stage behind it.
         return self._layout_of_input.get((message.stage + 1, message.micro), PacketLayout(())).gradients
 
     def _post_receives_before(self, message: PipelineMessage) -> None:
