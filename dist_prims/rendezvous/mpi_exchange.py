@@ -30,8 +30,6 @@ from .detect_launcher import Launcher
 
 __all__: list[str] = []
 
-_WIDTH = 1024  # bytes of an exchanged text: a host name, or the addresses of rank 0
-
 _is_mpi_inherited = False
 _outermost: Callable[..., None] | None = None  # the excepthook that aborts the job
 
@@ -64,13 +62,12 @@ class Mpi:
 
     def all_texts(self, text: str, deadline: float, awaited: str) -> list[str]:
         """See TextExchange."""
-        raw = text.encode()
-        if len(raw) > _WIDTH:
-            raise ValueError(f"init: {text[:40]!r}... is longer than the {_WIDTH} bytes that ranks exchange")
-        row = np.frombuffer(raw.ljust(_WIDTH, b"\0"), np.uint8).copy()
-        rows = np.zeros((self.size, _WIDTH), np.uint8)
-        until(self._world.Iallgather(row, rows).Test, deadline, awaited)
-        return [row.tobytes().rstrip(b"\0").decode() for row in rows]
+        raw = np.frombuffer(text.encode(), np.uint8)
+        lengths = np.zeros(self.size, np.int32)
+        until(self._world.Iallgather(np.array([len(raw)], np.int32), lengths).Test, deadline, awaited)
+        texts = np.zeros(lengths.sum(), np.uint8)
+        until(self._world.Iallgatherv(raw, [texts, lengths]).Test, deadline, awaited)
+        return [part.tobytes().decode() for part in np.split(texts, lengths.cumsum()[:-1])]
 
 
 def library_name(version: str) -> str:

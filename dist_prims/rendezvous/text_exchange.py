@@ -12,14 +12,14 @@ from typing import NamedTuple, Protocol
 import torch.distributed as dist
 
 from .hosts import host_id
-from .network import LOOPBACK, address_towards, addresses, interface_of, split_address
+from .network import LOOPBACK, address_towards, addresses, interface_of, join_address, split_address
 from .secret import REMEDY, Secret, provided_by_user
-from .served import connect, served_store
+from .served import answers, connect, served_store
 from .url_rendezvous import Rendezvous
 
 __all__: list[str] = []
 
-_SECONDS_PER_ADDRESS = 3.0
+_SECONDS_TO_CONNECT = 3.0  # to all addresses of rank 0, at the same time
 
 
 class TextExchange(Protocol):
@@ -81,10 +81,11 @@ def _same_secret(exchange: TextExchange, attempt: str, deadline: float) -> Secre
 
 def _reachable_by_all(exchange: TextExchange, port: int, candidates: list[str], deadline: float) -> str:
     """Return the first address of rank 0 that every rank can connect to: some may not be routed from every host."""
-    own_answers = "".join(str(int(exchange.rank == 0 or _can_connect(address, port))) for address in candidates)
+    reached = [True] * len(candidates) if exchange.rank == 0 else _reached(candidates, port, deadline)
+    own_answers = "".join(str(int(is_reached)) for is_reached in reached)
     answers_of_ranks = exchange.all_texts(own_answers, deadline, "the address that all ranks can reach")
-    for address, *answers in zip(candidates, *answers_of_ranks, strict=True):
-        if set(answers) == {"1"}:
+    for address, *answers_of_address in zip(candidates, *answers_of_ranks, strict=True):
+        if set(answers_of_address) == {"1"}:
             return str(address)
     raise RuntimeError(
         f"init: no address of rank 0 ({', '.join(candidates)}; port {port}) can be reached by all ranks; "
@@ -92,9 +93,15 @@ def _reachable_by_all(exchange: TextExchange, port: int, candidates: list[str], 
     )
 
 
-def _can_connect(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), _SECONDS_PER_ADDRESS).close()
-    except OSError:
-        return False
-    return True
+def _reached(candidates: list[str], port: int, deadline: float) -> list[bool]:
+    """Whether this rank can connect to each address. A name may stand for several addresses, and one is sufficient."""
+    resolved: list[set[str]] = []
+    for candidate in candidates:
+        try:
+            infos = socket.getaddrinfo(candidate, port, type=socket.SOCK_STREAM)
+        except OSError:  # this host does not know the name
+            infos = []
+        resolved.append({join_address(str(info[4][0]), port) for info in infos})
+    seconds = min(_SECONDS_TO_CONNECT, deadline - time.monotonic())
+    is_listening = answers(set().union(*resolved), seconds)
+    return [any(is_listening.get(address) for address in addresses) for addresses in resolved]

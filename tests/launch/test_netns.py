@@ -61,6 +61,25 @@ def test_ranks_on_two_hosts_meet_and_know_that_they_share_a_machine() -> None:
     assert re.search("4 ranks on 2 hosts by mpirun.* over eth0", done.stderr)
 
 
+MANY_ADDRESSES = r"""
+import os, subprocess
+host = int(os.environ["PMI_RANK"])
+lines = ["route add 203.0.113.0/24 via 10.0.0.77"]  # where no host is
+if host == 0:
+    lines = [f"link add d{n} type veth\naddr add 203.0.113.{n}/32 dev d{n}" for n in range(1, 61)]
+subprocess.run(["ip", "-batch", "-"], input="\n".join(lines), text=True, check=True)
+"""
+
+
+@pytest.mark.slow
+@needs_mpirun
+def test_rank_0_has_many_addresses_that_other_hosts_cannot_reach() -> None:
+    """MPI exchanged texts of at most 1,024 bytes, and a rank tried the addresses one after the other, each for 3 s."""
+    done = on_hosts(2, 1, MANY_ADDRESSES + SUM.replace("timeout=60", "timeout=30"), mpirun=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search("2 ranks on 2 hosts by mpirun.* over eth0", done.stderr)
+
+
 @pytest.mark.slow
 @needs_mpirun
 def test_mpi_itself_crosses_the_link() -> None:
