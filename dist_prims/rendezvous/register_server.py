@@ -235,16 +235,19 @@ class RegisterClient:
         self._is_proved = False  # a request of this connection has been answered
 
     def call(self, *request: Any) -> Any:
-        """Return the answer to a request, whose forms the module lists. The number is in the code of the answer, so an
-        earlier answer is not taken for this one."""
+        """Return the answer to a request, whose forms the module lists."""
+        return self._call(request, time.monotonic() + self._timeout)
+
+    def _call(self, request: tuple[Any, ...], deadline: float) -> Any:
+        """The number is in the code of the answer, so an earlier answer is not taken for the answer to this request."""
         number = secrets.token_hex(8)
         code = _code(self._key, "request", self._group, number, request)
         line = json.dumps([self._group, number, code, request]).encode() + b"\n"
         if len(line) > _MOST_BYTES_UNPROVED and not self._is_proved:  # a short request first, which proves the key
-            self.call("read")
-        self._socket.settimeout(self._timeout)
+            self._call(("read",), deadline)
+        self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
         self._socket.sendall(line)
-        line = self._line(time.monotonic() + self._timeout)
+        line = self._line(deadline)
         try:
             answer_code, answer = json.loads(line)
             is_right = hmac.compare_digest(_code(self._key, "answer", self._group, number, answer), answer_code)

@@ -111,6 +111,22 @@ def test_another_process_at_the_address_of_a_rank_is_a_lost_server(
     assert time.monotonic() - began < 10
 
 
+def test_a_call_of_two_requests_has_one_deadline() -> None:
+    """Each request, and each answer, had the whole timeout. Here the first answer is processed at the deadline."""
+    served = Served()
+    client = served.client(timeout=0.3)
+    receive = client._line
+
+    def receive_late(deadline: float) -> bytes:
+        line = receive(deadline)
+        time.sleep(max(0.0, deadline - time.monotonic()))
+        return line
+
+    client._line = receive_late  # type: ignore[method-assign]
+    with pytest.raises(OSError, match=r"timed out|no answer"):
+        client.call("announce", 0, 1, "x" * 900_000)
+
+
 @pytest.mark.slow
 def test_an_answer_that_does_not_fit_the_buffers() -> None:
     """The server sends the rest when the client has read, and serves others meanwhile."""
