@@ -6,6 +6,7 @@ because child processes of a rank inherit the descriptors and keep them open.
 """
 
 import contextlib
+import errno
 import gc
 import multiprocessing
 import os
@@ -30,6 +31,7 @@ from .spawn_child import NOTICE, RAISED, RETURNED, SHOW_STACK, RankSpec, rank_ma
 __all__: list[str] = []
 
 _PF_EXITING = 0x4  # linux/sched.h
+_DESCRIPTORS = 7  # of a rank: two files, two pipes, a pidfd, and two of multiprocessing
 _EXIT_TIME = 2.0  # seconds for a process that exits or is killed
 _STACK_TIME = 1.0  # seconds for the ranks to write their stacks
 _RUNNING = "running"  # the activity of the ranks while their functions run
@@ -58,6 +60,19 @@ class RankFailedError(RuntimeError):
 
 class Opened(contextlib.ExitStack):
     """What a call has opened, which is closed at its end, also where a further descriptor cannot be opened."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> Any:
+        handled = super().__exit__(kind, error, trace)
+        if not isinstance(error, OSError) or error.errno != errno.EMFILE:
+            return handled
+        import resource  # of POSIX systems
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise OSError(
+            errno.EMFILE,
+            f"spawn: this process has no descriptors left for the ranks, about {_DESCRIPTORS} each (its limit is "
+            f"{limit}); raise it with `ulimit -n`, or keep fewer files, groups and shared tensors",
+        ) from None
 
     def add(self, descriptor: int) -> int:
         self.callback(os.close, descriptor)

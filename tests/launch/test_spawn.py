@@ -306,14 +306,17 @@ def test_ranks_do_not_collect_what_became_garbage_in_the_parent() -> None:
 
 
 def test_a_call_without_enough_descriptors_closes_what_it_has_opened() -> None:
-    """Each such call kept its pipes and files open, so that a later call failed with fewer ranks, too."""
+    """Each such call kept its pipes and files open, so that a later call failed with fewer ranks, too. The error was
+    "Too many open files" without a remedy."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = len(os.listdir("/proc/self/fd"))
     with open(os.devnull) as first_free:
-        for more in range(10):  # the two ranks need eleven
-            resource.setrlimit(resource.RLIMIT_NOFILE, (first_free.fileno() + 2 + more, limits[1]))
+        for more in range(10):  # before the first rank starts, the two need eleven
+            limit = first_free.fileno() + 2 + more
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limits[1]))
+            words = rf"spawn: .* no descriptors left for the ranks, about 7 each \(its limit is {limit}\); raise"
             try:
-                with pytest.raises(OSError, match="Too many open files"):
+                with pytest.raises(OSError, match=words):
                     dist_prims.spawn(dist.get_rank, 2, timeout=60, init=False)
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, limits)

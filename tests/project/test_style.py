@@ -99,6 +99,7 @@ LATE_IMPORTS = {
     "schedules/flow_bound.py": "SciPy is optional",
     "schedules/schedule.py": "each rank of a group imports it, and few programs need its pictures, pages and files",
     "launch/payload.py": "cloudpickle is slow to import, and rarely needed",
+    "launch/spawn_parent.py": "`resource` exists on POSIX systems only, and the package is imported everywhere",
     "ops.py": "the compiler of torch is loaded where a graph is compiled",
     "rendezvous/mpi_exchange.py": "mpi4py is optional",
     "threads.py": "`resource` exists on POSIX systems only, and schedules work everywhere",
