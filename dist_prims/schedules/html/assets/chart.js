@@ -2,57 +2,61 @@ const CHART = { width: 640, height: 320, left: 64, right: 16, top: 12, bottom: 4
 const DASHES = ["", "7 3", "2 3"];
 
 /**
- * A chart of lines. series: [{name, points: [[x, y], ...]}]; x and y: {label, text, log}. `at` is an x to mark.
- * Below the picture stand the names of the series and, for the x under the pointer, their values.
+ * A chart of lines. Below the picture are the names of the series and, for the x under the pointer, their values.
+ *
+ * series: [{name, points: [[x, y], ...]}]. x and y: the axes, {label, text: function from a value to a text, log: whether
+ * the scale is logarithmic, base: of its ticks}. at: an x, marked while no pointer is in the picture. strong: the name of
+ * the series that is emphasized.
  */
 function lineChart({ title, series, x, y, at, strong }) {
   const shown = series.filter((each) => each.points.length);
   if (!shown.length) return element("p", {}, `${title}: every value is zero.`);
+  // 1. The lines.
   const points = shown.flatMap((each) => each.points);
   const horizontal = scale(x, points.map((point) => point[0]), CHART.left, CHART.width - CHART.right);
   const vertical = scale(y, points.map((point) => point[1]), CHART.height - CHART.bottom, CHART.top);
   const lines = shown.map((each, index) =>
     drawing("path", {
-      ...look(each, index, strong),
+      ...lineStyle(each, index, strong),
       d: each.points.map(([a, b], i) => `${i ? "L" : "M"}${horizontal.at(a).toFixed(1)},${vertical.at(b).toFixed(1)}`).join(""),
     }));
+  // 2. The cursor at an x, and the values there.
   const cursor = drawing("line", { class: "cursor", y1: CHART.top, y2: CHART.height - CHART.bottom });
-  const place = (value) => ["x1", "x2"].forEach((name) => cursor.setAttribute(name, horizontal.at(value)));
-  place(at ?? horizontal.first);
   const reading = element("p", { class: "reading" });
-  const read = (value) => {
-    place(value);
-    reading.textContent = describe(shown, value, x, y);
+  const moveCursor = (value) => {
+    ["x1", "x2"].forEach((name) => cursor.setAttribute(name, horizontal.at(value)));
+    reading.textContent = valuesAt(shown, value, x, y);
   };
+  const marked = at ?? horizontal.first;
+  moveCursor(marked);
   const picture = drawing(
     "svg",
     {
       viewBox: `0 0 ${CHART.width} ${CHART.height}`, class: "chart", role: "img", "aria-label": `${title}; the values are in the table below`,
       onpointermove: (event) => {
         const box = picture.getBoundingClientRect();
-        read(horizontal.value(((event.clientX - box.left) * CHART.width) / box.width));
+        moveCursor(horizontal.value(((event.clientX - box.left) * CHART.width) / box.width));
       },
-      onpointerleave: () => read(at ?? horizontal.first),
+      onpointerleave: () => moveCursor(marked),
     },
     ...axes(horizontal, vertical, x, y), ...lines, cursor,
   );
-  read(at ?? horizontal.first);
-  return element("figure", {}, element("figcaption", {}, title), picture, legend(shown, strong), reading, values(title, shown, x, y));
+  return element("figure", {}, element("figcaption", {}, title), picture, legend(shown, strong), reading, valuesTable(title, shown, x, y));
 }
 
 /** Colour, dashes and width of a series, in the picture and in the legend. */
-function look({ name }, index, strong) {
+function lineStyle({ name }, index, strong) {
   return {
     class: `series c${index % 8} ${name === strong ? "strong" : ""}`,
     "stroke-dasharray": name === "lower bound" ? "1 4" : DASHES[Math.floor(index / 8) % DASHES.length],
   };
 }
 
-/** A scale from values to coordinates, linear or logarithmic, with its ticks. */
+/** A scale: at() from values to coordinates between low and high, value() back, the first value, and the ticks. */
 function scale({ log, base = 10 }, data, low, high) {
   const [into, back] = log ? [Math.log10, (each) => 10 ** each] : [Number, Number];
   const first = log ? Math.min(...data) : Math.min(0, ...data);
-  const last = Math.max(...data, first + (log ? 0 : 1e-12));
+  const last = Math.max(...data, first + (log ? 0 : 1e-12)); // linear ticks need a span above zero
   const span = into(last) - into(first) || 1;
   const at = (value) => low + ((into(value) - into(first)) / span) * (high - low);
   const value = (coordinate) => {
@@ -62,7 +66,7 @@ function scale({ log, base = 10 }, data, low, high) {
   return { at, value, first, ticks: log ? logTicks(first, last, base) : linearTicks(first, last) };
 }
 
-/** Powers of the base; with fewer than three of 10 also their multiples by 2 and 5. */
+/** Nine ticks at most: powers of the base and, where the values span fewer than four powers of 10, 2 and 5 times these. */
 function logTicks(first, last, base) {
   const power = (value) => Math.log(value) / Math.log(base);
   const [from, to] = [Math.floor(power(first) + 1e-9), Math.ceil(power(last) - 1e-9)];
@@ -72,6 +76,7 @@ function logTicks(first, last, base) {
   return inside.filter((_, at) => at % Math.ceil(inside.length / 9) === 0);
 }
 
+/** About five ticks, at multiples of 1, 2 or 5 times a power of 10. */
 function linearTicks(first, last) {
   const rough = (last - first) / 5;
   const base = 10 ** Math.floor(Math.log10(rough));
@@ -95,25 +100,26 @@ function axes(horizontal, vertical, x, y) {
 function legend(series, strong) {
   const items = series.map((each, index) => element(
     "li", { class: each.name === strong ? "strong" : "" },
-    drawing("svg", { width: 28, height: 10, "aria-hidden": true }, drawing("path", { ...look(each, index, strong), d: "M1,5h26" })),
+    drawing("svg", { width: 28, height: 10, "aria-hidden": true }, drawing("path", { ...lineStyle(each, index, strong), d: "M1,5h26" })),
     each.name,
   ));
   return element("ul", { class: "legend" }, ...items);
 }
 
-/** The values of all series at the nearest point, the smallest first. */
-function describe(series, value, x, y) {
+/** The values of the series at the x of the first series that is nearest to `value`, the smallest first, as text. */
+function valuesAt(series, value, x, y) {
   const distance = x.log ? (a) => Math.abs(Math.log(a / value)) : (a) => Math.abs(a - value);
   const nearest = series.map(({ name, points }) => {
-    const point = points.reduce((best, each) => (distance(each[0]) < distance(best[0]) ? each : best));
-    return [name, point];
+    const [at, height] = points.reduce((best, each) => (distance(each[0]) < distance(best[0]) ? each : best));
+    return { name, at, height };
   });
-  const at = nearest[0][1][0];
-  const here = nearest.filter(([, point]) => point[0] === at).sort((a, b) => a[1][1] - b[1][1]);
-  return `${x.text(at)}: ${here.map(([name, point]) => `${name} ${y.text(point[1])}`).join(", ")}`;
+  const { at } = nearest[0];
+  const here = nearest.filter((each) => each.at === at).sort((one, other) => one.height - other.height);
+  return `${x.text(at)}: ${here.map(({ name, height }) => `${name} ${y.text(height)}`).join(", ")}`;
 }
 
-function values(title, series, x, y) {
+/** The same values as a table, at 16 places at most. */
+function valuesTable(title, series, x, y) {
   const all = [...new Set(series.flatMap((each) => each.points.map((point) => point[0])))].sort((a, b) => a - b);
   const every = Math.max(1, Math.ceil(all.length / 16));
   const rows = all.filter((_, at) => at % every === 0).map((value) => [

@@ -5,12 +5,12 @@ const PARAMETERS = [
   { name: "Reduction speed", id: "reduction", low: 8, high: 12, base: 10, value: 1e10, text: (v) => `${formatNumber(v / 1e9)} GB/s`, read: (v) => ["gamma", 1 / v] },
 ];
 
-/** The cost of the schedule and of the other algorithms, from the terms of the cost model in the data. */
+/** The cost of the schedule and of the other algorithms, from the counts in the data (cost_data.py). */
 class CostPanel {
   constructor(data) {
     this.data = data;
     this.cost = data.cost;
-    this.given = Object.fromEntries(PARAMETERS.map((each) => each.read(each.value)));
+    this.parameters = Object.fromEntries(PARAMETERS.map((each) => each.read(each.value)));
     this.output = element("div", { "aria-live": "polite" });
     this.charts = element("div", { class: "charts" });
     const sliders = PARAMETERS.map((each) => this.slider(each));
@@ -21,7 +21,7 @@ class CostPanel {
   slider({ name, id, low, high, base, value, text, read }) {
     const changed = (now) => {
       const [parameter, number] = read(now);
-      this.given[parameter] = number;
+      this.parameters[parameter] = number;
       this.update();
     };
     const [into, back] = [(v) => Math.log(v) / Math.log(base), (p) => base ** p];
@@ -29,27 +29,27 @@ class CostPanel {
   }
 
   /** The seconds of each term: its count times its parameters. */
-  terms(counts, given = this.given) {
-    return this.cost.terms.map(([, names], at) => names.reduce((product, name) => product * given[name], counts[at]));
+  terms(counts, parameters = this.parameters) {
+    return this.cost.terms.map(([, names], at) => names.reduce((product, name) => product * parameters[name], counts[at]));
   }
 
-  seconds(counts, given) {
-    return this.terms(counts, given).reduce((sum, each) => sum + each, 0);
+  seconds(counts, parameters) {
+    return this.terms(counts, parameters).reduce((sum, each) => sum + each, 0);
   }
 
   update() {
-    const here = this.cost.sizes.indexOf(this.data.size);
+    const here = this.cost.sizes.indexOf(this.data.size); // the place of this number of ranks in all lists of counts
     const spent = this.terms(this.cost.here);
     const total = this.seconds(this.cost.here);
     const bound = this.seconds(this.cost.bound[here]);
-    const others = Object.entries(this.cost.algorithms).filter(([, counts]) => counts[here]);
-    const ranked = others.map(([name, counts]) => [name, this.seconds(counts[here])]).sort((a, b) => a[1] - b[1]);
+    const algorithms = Object.entries(this.cost.algorithms).filter(([, counts]) => counts[here]);
+    const ranked = algorithms.map(([name, counts]) => [name, this.seconds(counts[here])]).sort((a, b) => a[1] - b[1]);
     this.output.replaceChildren(
       element("p", { class: "verdict" }, this.verdict(total, bound, ranked)),
       this.bar(spent, total),
       table([["term", "count", "time"], ...this.cost.terms.map(([name, names], at) => [name, `${formatNumber(this.cost.here[at])} × ${names.join(" × ")}`, formatSeconds(spent[at])])], "Time by term"),
     );
-    this.charts.replaceChildren(this.overBytes(others, here), this.overRanks());
+    this.charts.replaceChildren(this.overBytes(algorithms, here), this.overRanks());
   }
 
   verdict(total, bound, ranked) {
@@ -69,18 +69,18 @@ class CostPanel {
     return element("div", { class: "bar", role: "img", "aria-label": "time by term; the table has the values" }, ...parts);
   }
 
-  overBytes(others, here) {
+  overBytes(algorithms, here) {
     const sizes = range(0, 65).map((half) => 2 ** (half / 2));
-    const curve = (counts) => sizes.map((nbytes) => [nbytes, this.seconds(counts, { ...this.given, nbytes })]);
-    const series = others.map(([name, counts]) => ({ name, points: curve(counts[here]) }));
+    const curve = (counts) => sizes.map((nbytes) => [nbytes, this.seconds(counts, { ...this.parameters, nbytes })]);
+    const series = algorithms.map(([name, counts]) => ({ name, points: curve(counts[here]) }));
     return this.chart(`Time over message size, ${plural(this.data.size, "rank")}`, [...series, { name: "lower bound", points: curve(this.cost.bound[here]) }],
-      { label: "message size", log: true, base: 32, text: formatBytes }, this.given.nbytes);
+      { label: "message size", log: true, base: 32, text: formatBytes }, this.parameters.nbytes);
   }
 
   overRanks() {
     const points = (counts) => this.cost.sizes.flatMap((size, at) => (counts[at] ? [[size, this.seconds(counts[at])]] : []));
     const series = Object.entries(this.cost.algorithms).map(([name, counts]) => ({ name, points: points(counts) }));
-    return this.chart(`Time over ranks, ${formatBytes(this.given.nbytes)}`, [...series, { name: "lower bound", points: points(this.cost.bound) }],
+    return this.chart(`Time over ranks, ${formatBytes(this.parameters.nbytes)}`, [...series, { name: "lower bound", points: points(this.cost.bound) }],
       { label: "ranks", log: true, base: 2, text: (value) => String(Math.round(value)) }, this.data.size);
   }
 

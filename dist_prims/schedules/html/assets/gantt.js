@@ -4,7 +4,8 @@ const KINDS = { F: ["forward", 0], B: ["gradient of the input", 1], W: ["gradien
 
 /**
  * Begin and end of every action: an action begins when all that it waits for have ended, and the results of other ranks
- * have arrived. The actions are in an order in which each follows those that it waits for.
+ * have arrived. actions: [kind, stage, micro, waitsFor]; waitsFor has the places of earlier actions in this list, the
+ * action before it on its rank included. F, B, W: the durations; transfer: the duration of a message.
  */
 function schedule(actions, rankOf, { F, B, W, transfer }) {
   const seconds = { F, B, W, BW: B + W };
@@ -36,14 +37,15 @@ function held(rows, rank) {
   return points;
 }
 
-/** The same without the changes that another one at the same time undoes. */
+/** Of the points at each time only the first and the last: the changes between them take no time. */
 function withoutSpikes(points) {
-  return points.filter(([time, count], at) => {
-    const same = points.filter((each) => each[0] === time);
-    return at === points.indexOf(same[0]) || (count === same[same.length - 1][1] && points[at] === same[same.length - 1]);
+  return points.filter((point) => {
+    const same = points.filter(([time]) => time === point[0]);
+    return point === same[0] || point === same[same.length - 1];
   });
 }
 
+/** A Gantt chart; several: whether a rank has several stages, so that the names of actions need the stage. */
 class Gantt {
   constructor(ranks, several) {
     Object.assign(this, { ranks, several, bars: [], rows: [] });
@@ -53,8 +55,9 @@ class Gantt {
 
   draw(rows, makespan) {
     this.rows = rows;
+    // Pixels a time unit: the chart is 760 wide or, up to 8000, so wide that the name of the shortest action fits.
     const shortest = Math.min(...rows.map((row) => row.end - row.begin).filter((each) => each > 0), makespan);
-    const scale = Math.max(760 / (makespan || 1), Math.min(this.several ? 30 : 22, 8000 / (makespan / shortest || 1)) / (shortest || 1));
+    const scale = Math.max(760 / (makespan || 1), Math.min((this.several ? 30 : 22) / (shortest || 1), 8000 / (makespan || 1)));
     const [width, height] = [GANTT_LEFT + makespan * scale + 12, this.ranks * LANE + 30];
     this.at = (time) => GANTT_LEFT + time * scale;
     this.bars = rows.map((row) => this.bar(row));
@@ -77,6 +80,7 @@ class Gantt {
     );
   }
 
+  /** Mark the actions that have ended and those that run at a time. */
   show(time) {
     this.rows.forEach((row, at) => {
       const state = row.end <= time ? "done" : row.begin <= time ? "running" : "";

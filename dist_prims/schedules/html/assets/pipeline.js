@@ -5,9 +5,9 @@ const DURATIONS = [
   { name: "Message", id: "transfer", value: 0, max: 2 },
 ];
 
-/** The page of a pipeline plan. */
+/** The page of a pipeline plan; pipeline_data.py makes the data. */
 function pipelinePage(data) {
-  const given = Object.fromEntries(DURATIONS.map(({ id, value }) => [id, value]));
+  const durations = Object.fromEntries(DURATIONS.map(({ id, value }) => [id, value]));
   const gantt = new Gantt(data.ranks, data.stages > data.ranks);
   const verdict = element("p", { class: "proof", "aria-live": "polite" });
   const running = element("p", { class: "events", "aria-live": "polite" });
@@ -17,11 +17,11 @@ function pipelinePage(data) {
   let microbatches = data.microbatches;
   let player = null;
   let rows = [];
-  let times = [];
+  let times = []; // of the positions of the player: when actions begin, and the end of the step
 
   /** Show everything again; the player stays at its position unless the number of positions has changed. */
   function update() {
-    rows = schedule(data.plans[microbatches], data.rankOf, given);
+    rows = schedule(data.plans[microbatches], data.rankOf, durations);
     const { makespan, bubble } = summary(rows, data.ranks);
     times = [...new Set(rows.map((row) => row.begin))].sort((a, b) => a - b);
     times.push(makespan);
@@ -47,7 +47,7 @@ function pipelinePage(data) {
   }
 
   function bubbles() {
-    const points = counts.map((count) => [count, 100 * summary(schedule(data.plans[count], data.rankOf, given), data.ranks).bubble]);
+    const points = counts.map((count) => [count, 100 * summary(schedule(data.plans[count], data.rankOf, durations), data.ranks).bubble]);
     return lineChart({
       title: "Idle time over micro-batches", series: [{ name: data.name, points }], strong: data.name, at: microbatches,
       x: { label: "micro-batches", text: (value) => String(Math.round(value)) }, y: { label: "idle", text: (value) => `${formatNumber(value)} %` },
@@ -66,7 +66,7 @@ function pipelinePage(data) {
   const sliders = DURATIONS.map(({ name, id, value, max }) => slider({
     name, id, min: 0, max, step: 0.05, value, text: formatNumber,
     changed: (now) => {
-      given[id] = now;
+      durations[id] = now;
       update();
     },
   }));
