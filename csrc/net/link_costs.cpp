@@ -69,13 +69,16 @@ LinkCosts LinkCosts::unpacked(std::uint64_t packed) {
 }
 
 LinkCosts measure_link(RemotePeers& remote, int peer, std::uint64_t network, std::chrono::milliseconds timeout) {
+    // 1. Is there a link between the two?
     LinkMessages messages(remote, peer, timeout);
     messages.send(network);
     if (messages.receive() == network) return {};
+    // 2. An echo takes twice the latency of a message.
     const double echo = least_seconds_of(kEchoes, [&] {
         messages.send(1);
         messages.receive();
     });
+    // 3. A block and its acknowledgement take an echo, and the time of the bytes of the block.
     const auto block = std::make_shared<const std::vector<std::byte>>(kLargestBlock);
     std::vector<double> betas;
     const auto began = Clock::now();

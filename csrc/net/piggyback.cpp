@@ -65,7 +65,8 @@ std::vector<int> Piggyback::targets(std::size_t host) const {
     return shape_.to_root && !is_root_on(host) ? std::vector<int>{} : std::vector<int>{kEvery};
 }
 
-// The elements of the block from one rank for another. Callers give source 0 where all sources have the same lengths.
+// The elements of the block from one rank for another. The buffer has one block (all_reduce, reduce, broadcast), or a
+// block for each target, or, if all targets get the same, a block for each source. Elsewhere callers give source 0.
 std::size_t Piggyback::block_count(int source, int target) const {
     const auto& blocks = buffer_.blocks;
     return blocks[blocks.size() == 1 ? 0 : static_cast<std::size_t>(target == kEvery ? source : target)].count;
@@ -130,6 +131,7 @@ void Piggyback::pack_message(std::size_t to, const std::vector<const std::byte*>
     const std::vector<int>& here = hosts_.ranks[hosts_.mine];
     const std::vector<int> from = sources(hosts_.mine);
     for (const int target : targets(to)) {
+        // 1. The blocks for the target, in the rows of this host: copied one after the other, unless they are added.
         std::vector<const void*> operands;
         const std::size_t offset = shape_.addressed ? offset_in_row(target) : 0;
         for (std::size_t local_rank = 0; local_rank < here.size(); ++local_rank) {
@@ -140,6 +142,7 @@ void Piggyback::pack_message(std::size_t to, const std::vector<const std::byte*>
             copy(message, rows[local_rank] + offset, bytes);
             message += bytes;
         }
+        // 2. Their sum.
         if (!shape_.reduces) continue;
         fold_terms(call_.op, call_.dtype, message, operands, {}, hosts_.size(), block_count(0, target));
         message += block_bytes(0, target);

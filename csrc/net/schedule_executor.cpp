@@ -173,13 +173,16 @@ private:
     };
 
     void begin_step(const RankProgram::Step& step) {
+        // 1. Receives come first, so that no message of another rank waits for this rank to pack its own.
         post_receives(step, current_receives_, false);
+        // 2. Send from where the chunks are or, if they are not contiguous, from a packed copy.
         for (const auto& message : step.sends) {
             const std::size_t bytes = length(message.pieces);
             const std::byte* from = contiguous_address(message, &Chunk::contents);
             if (!from) from = pack(message);
             if (bytes) step_requests_.push_back(router_.send(message.peer, number_, from, bytes, timeout_, buffers_));
         }
+        // 3. Post receives of the next step, while the messages of this one are in flight.
         move_trace_step(1);
         if (begun_steps_ < program_.steps.size()) post_receives(program_.steps[begun_steps_], next_receives_, true);
     }

@@ -112,6 +112,7 @@ void WaitGraph::Published::set(const Wait& wait) {
     if (graph_.groups_ && !wait.in_background) publish_elsewhere(wait);
 }
 
+// Finds which processes are late in this group, and publishes their pids in the other groups of this process.
 void WaitGraph::Published::publish_elsewhere(const Wait& wait) {
     if (!elsewhere_) elsewhere_ = std::make_unique<Elsewhere>(Elsewhere{graph_.heartbeats(), {}, {}, {}});
     WaitGraphs& groups = *graph_.groups_;
@@ -201,7 +202,6 @@ void WaitGraph::add_message_edges(int rank, bool in_collective, Nodes& nodes) co
 
 // Adds the processes for which `rank` waits in its other groups, or waited before a recent failure there. What a
 // stopped rank has published does not count.
-
 void WaitGraph::add_elsewhere_edges(int rank, const std::vector<std::uint64_t>& since, Nodes& nodes) const {
     if (pid_of_ && pid_of_(rank) == 0) return;  // the rank has published pids of another PID namespace
     const RankEntry& published = entry(rank);

@@ -24,6 +24,7 @@ __all__: list[str] = []
 
 
 def _load(hosts: Hosts) -> Iterator[LoadItem]:
+    """The steps below in closed form, for prices on any number of ranks and hosts."""
     size = hosts.size
     for reduce in (True, False):
         both = [shifted(size, distance, reduce=reduce) for distance in (1, -1)]

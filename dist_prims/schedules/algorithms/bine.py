@@ -46,8 +46,8 @@ def _sent_for_surplus(n: int) -> int:
 
 
 def _load(hosts: Hosts) -> Iterator[LoadItem]:
+    """The steps below in closed form, for prices. ``size - p`` is 1 or 0: whether the steps of a surplus rank exist."""
     size, p = hosts.size, even(hosts.size)
-    # size - p is 1 for an odd size, and otherwise 0: steps that do not exist.
     yield EqualSteps(size - p, [[MessageSet(p, size, -p)]])
     yield from butterfly.swing_gather(p, size - p)
     yield EqualSteps(size - p, [[MessageSet(0, 1, p, chunks=p)]])

@@ -39,6 +39,7 @@ SOURCE = "Bruck, Ho, Kipnis, Upfal and Weathersby 1997"
 
 
 def _gather_load(hosts: Hosts, radix: int) -> Iterator[LoadItem]:
+    """The steps below in closed form, for prices on any number of ranks and hosts."""
     size = hosts.size
     for before in distances(size, radix):
         after = min(radix * before, size)

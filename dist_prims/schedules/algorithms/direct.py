@@ -31,6 +31,7 @@ def _pairs(size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _all_pairs_load(hosts: Hosts) -> list[LoadItem]:
+    """The step of an all_gather or all_to_all, for prices on any number of ranks and hosts."""
     return [AllPairs()] if hosts.size > 1 else []
 
 

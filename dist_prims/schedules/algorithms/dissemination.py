@@ -19,6 +19,7 @@ __all__: list[str] = []
 
 
 def _load(hosts: Hosts) -> Iterator[LoadItem]:
+    """The steps below in closed form, for prices on any number of ranks and hosts."""
     for step in range(ceil_log2(hosts.size)):
         yield EqualSteps(1, [shifted(hosts.size, 1 << step)])
 

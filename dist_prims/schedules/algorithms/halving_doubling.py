@@ -42,6 +42,7 @@ def distances(p: int) -> list[NDArray[np.int64]]:
 
 
 def _all_reduce_load(hosts: Hosts) -> Iterator[LoadItem]:
+    """The steps below in closed form, for prices on any number of ranks and hosts."""
     size, p = hosts.size, floor_pow2(hosts.size)
     far = halves(p)
     yield EqualSteps(int(size > p), [[MessageSet(p, size, -p, chunks=p, reduce=True)]])

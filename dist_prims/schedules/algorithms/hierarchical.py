@@ -42,6 +42,7 @@ __all__: list[str] = []
 
 
 def _all_reduce_load(hosts: Hosts, inner: str, outer: str) -> Iterator[LoadItem]:
+    """The loads of the phases below, for prices on any number of ranks and hosts."""
     yield hierarchy.load_within_hosts("reduce_scatter", inner, hosts)
     yield hierarchy.load_between_hosts("all_reduce", outer, hosts, rank=1 / min(hosts.ranks), link=1)
     yield hierarchy.load_within_hosts("all_gather", inner, hosts)

@@ -67,6 +67,7 @@ def _rows(step: Step, ranks: Ints, numbers: Ints) -> Step:
 
 
 def _all_to_all_load(hosts: Hosts, inner: str, outer: str) -> Iterator[LoadItem]:
+    """The loads of the phases below, for prices on any number of ranks and hosts."""
     yield hierarchy.load_within_hosts("all_to_all", inner, hosts)
     yield hierarchy.load_between_hosts("all_to_all", outer, hosts, rank=1, link=hosts.ranks[0])
 

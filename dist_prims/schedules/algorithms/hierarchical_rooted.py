@@ -76,6 +76,7 @@ def _steps_on_one_host(schedule: ScheduleData, first_rank: int) -> Iterator[Step
 
 
 def _broadcast_load(hosts: Hosts, inner: str, outer: str) -> Iterator[LoadItem]:
+    """The loads of the phases below, for prices on any number of ranks and hosts."""
     yield hierarchy.load_within_hosts("scatter", "binomial", hosts, every=False)
     yield hierarchy.load_between_hosts("broadcast", outer, hosts, rank=1 / min(hosts.ranks), link=1)
     yield hierarchy.load_within_hosts("all_gather", inner, hosts)

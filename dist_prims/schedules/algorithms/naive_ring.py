@@ -31,6 +31,7 @@ SUM, BUFFER = 0, 1  # chunk numbers: the result, and the buffer that is forwarde
 
 
 def _load(hosts: Hosts) -> Iterator[LoadItem]:
+    """The steps below in closed form, for prices; the last step is local, so it has no message."""
     yield EqualSteps(hosts.size - 1, [shifted(hosts.size, 1, reduce=True)])
     yield EqualSteps(int(hosts.size > 1), [])
 

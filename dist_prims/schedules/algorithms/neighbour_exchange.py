@@ -29,6 +29,7 @@ __all__: list[str] = []
 
 
 def _load(hosts: Hosts) -> Iterator[LoadItem]:
+    """The steps below in closed form, for prices on any number of ranks and hosts."""
     size, even = hosts.size, hosts.size - hosts.size % 2
     guest = int(size > even > 0)
     to_guest = [[MessageSet(even - 1, even, 1, chunks=2)]] * guest

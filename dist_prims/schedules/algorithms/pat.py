@@ -35,6 +35,7 @@ TRAEFF = "Träff, Optimal, non-pipelined reduce-scatter and allreduce algorithms
 
 
 def _gather_load(hosts: Hosts, aggregate: int | None = None) -> Iterator[LoadItem]:
+    """The steps below in closed form, for prices on any number of ranks and hosts."""
     size = hosts.size
     for distance in (1 << step for step in reversed(range(ceil_log2(size)))):
         chunks = len(range(0, size - distance, 2 * distance))

@@ -31,6 +31,7 @@ __all__: list[str] = []
 
 
 def _load(hosts: Hosts) -> Iterator[LoadItem]:
+    """The steps below in closed form, for prices on any number of ranks and hosts."""
     size, p = hosts.size, floor_pow2(hosts.size)
     yield EqualSteps(int(size > p), [[MessageSet(p, size, -p, reduce=True)]])
     yield from (EqualSteps(1, [exchanged(p, 1 << step, reduce=True)]) for step in range(ceil_log2(p)))

@@ -46,6 +46,7 @@ def peers(p: int) -> list[NDArray[np.int64]]:
 
 
 def _load(hosts: Hosts) -> Iterator[LoadItem]:
+    """The steps below in closed form, for prices. ``size - p`` is 1 or 0: whether the steps of a surplus rank exist."""
     size, p = hosts.size, even(hosts.size)
     gather = [*butterfly.swing_gather(p)]
     yield EqualSteps(size - p, [[MessageSet(p, size, -p, chunks=p, reduce=True)]])

@@ -124,6 +124,7 @@ def _double_tree_sets_by_level(size: int, reduce: bool) -> list[list[MessageSet]
 
 
 def _load(hosts: Hosts, chunks: int = CHUNKS, trees: int = 1) -> Iterator[LoadItem]:
+    """The steps of :func:`tree` or, with two ``trees``, of :func:`double_tree`, for prices on any number of ranks."""
     size = hosts.size
     sent = min(size - 1, 3) if trees == 1 else min(size, 4) * (size > 1)  # messages of the busiest rank for each chunk
     yield Busiest(messages=sent * chunks, chunks=sent * chunks, reduced=min(size - 1, 2) * chunks)
