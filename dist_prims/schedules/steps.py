@@ -179,6 +179,7 @@ class WideStep(CountedStep):
     """
 
     def __init__(self, rows: Step, span: ArrayLike) -> None:
+        # The chunks of each message: of its row, or, if ``rows`` is itself a CountedStep, of all rows of the message.
         chunks_of_row = np.asarray(span, np.int64)
         messages, rows_of_message = rows.narrow
         if rows_of_message is None:

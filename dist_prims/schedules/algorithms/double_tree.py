@@ -120,13 +120,15 @@ def _in_second_tree(tree_set: MessageSet, size: int) -> MessageSet:
 def _load(hosts: Hosts, chunks: int = CHUNKS, reduce: bool = False) -> Iterator[LoadItem]:
     """A parent sends to its children in turn, so each level has two kinds of steps: messages to the right, to the left.
 
-    A level begins two steps after the level above it: first the pipeline fills, half a level more in each step, then
-    every edge carries a chunk in every second step. If the size is not a power of two, the last levels begin together.
+    A level begins two steps after the level above it: first the pipeline fills, half a level more in each step (only
+    this half is counted, which has the most messages), then every edge carries a chunk in every second step. If the
+    size is not a power of two, the last levels begin together.
     """
     size = hosts.size
     if size <= FEW_RANKS:
         yield from (reduce_to_root if reduce else broadcast)(size, chunks=chunks)
     else:
+        # 1. The messages to the parents, level by level from the leaves, in the first tree and in the second.
         levels = sets_by_level(size, reduce=True)
         top = 1 << (len(levels) - 1)  # the root of the first tree
         second = [[_in_second_tree(move, size) for move in level] for level in levels[:-1]]
@@ -134,10 +136,12 @@ def _load(hosts: Hosts, chunks: int = CHUNKS, reduce: bool = False) -> Iterator[
         second.append(
             [MessageSet(size - top, size - top + 1, top - size) if size % 2 else MessageSet(top + 1, top + 2, -top - 1)]
         )
+        # 2. Two halves of each level of both trees, from the roots on.
         half_levels = []
         for up in reversed([both[0] + both[1] for both in zip(levels, second, strict=True)]):
             level = [replace(move, reduce=True) if reduce else move.backwards() for move in up]
             half_levels += [[m for m in level if m.shift > 0], [m for m in level if m.shift < 0]]
+        # 3. The steps in which the pipeline fills, then the steps in which it is full.
         filling = half_levels[1:-1] if size == 2 * top else half_levels[1:-2]
         parts = [EqualSteps(1, [half]) for half in filling]
         all_edges = [replace(move, chunks=0.5) for half in half_levels for move in half]

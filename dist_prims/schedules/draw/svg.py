@@ -174,8 +174,10 @@ def _labels(arrows: Sequence[_Arrow]) -> Iterator[str]:
     for number in sorted(range(len(arrows)), key=lambda number: abs(end[number] - start[number])):
         arrow, text = arrows[number], numbers(arrows[number].message.chunks)
         half, height = 4 + 3.6 * len(text), arrow.y2 - arrow.y1
-        passing = np.abs(x - x[:, [number]]) < half + 3 + np.abs(end - start) * 9 / height
-        for place in np.argsort(passing.sum(1), kind="stable").tolist():
+        # crosses[place, other]: whether an arrow comes near the label. Within 9 pixels above or below the middle of the
+        # label, an arrow moves sideways by 9 / height of its width.
+        crosses = np.abs(x - x[:, [number]]) < half + 3 + np.abs(end - start) * 9 / height
+        for place in np.argsort(crosses.sum(1), kind="stable").tolist():
             cx, cy = float(x[place, number]), arrow.y1 + float(_LABEL_PLACES[place]) * height
             if all(
                 abs(cy - other_y) >= 18 or abs(cx - other_x) >= half + width + 2 for other_x, other_y, width in taken

@@ -176,6 +176,7 @@ class _Block:
 
     def _move(self, kind: str, op: Any, name: str) -> None:
         """Add an operation that all threads do together."""
+        # 1. Its buffers.
         sources, targets = self._places(op, "src_buff"), self._places(op, "dst_buff")
         if kind == "rppkt":
             sources = sources[:1] * len(targets)
@@ -185,7 +186,7 @@ class _Block:
         sums = kind in _SUMS
         if sums:
             self.reader.reductions.add(field(op, "reduce_op", str))
-        # The first source of a sum is plain memory of this rank, and so is its first target.
+        # 2. Which buffers hold packets? The first source and the first target of a sum are plain memory of this rank.
         read = sources if kind in _FROM_PACKETS else sources[1:] if sums and has_packets else []
         written = targets if kind in _TO_PACKETS else targets[1:] if sums and has_packets else []
         for each in (*sources, *targets):
@@ -193,8 +194,8 @@ class _Block:
                 self.reader.plain_scratch.update(self._scratch(each))
             elif len(self._scratch(each)) < len(each):
                 raise ValueError("packets are in the buffer s only")
+        # 3. Add the operations: one for each packet; without packets one for all chunks.
         last = []
-        # Each packet is an operation of its own; without packets all chunks together are one.
         for part in [[at] for at in range(len(sources[0]))] if has_packets else [range(len(sources[0]))]:
             src, dst = ([[places[at] for at in part] for places in each] for each in (sources, targets))
             if sums and has_packets:
@@ -202,7 +203,7 @@ class _Block:
             pairs = [(each, dst[0]) for each in src] if sums else list(zip(src, dst, strict=True))
             first = self._moved(name, pairs, sums)
             numbers = [self.graph.add(first, [self.sync], awaits=self.last)]
-            if sums and len(dst) > 1:
+            if sums and len(dst) > 1:  # the sum is also sent to the other targets
                 forward = self._moved(name, [(dst[0], each) for each in dst[1:]])
                 numbers.append(self.graph.add(forward, numbers))
             self.reader.packet_readers += [(numbers[0], places[at]) for places in read for at in part]
