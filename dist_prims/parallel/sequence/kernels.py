@@ -58,10 +58,10 @@ def backward(
     ``grad`` is the gradient of the output; ``output`` and ``logs`` are merged from the blocks of all keys.
     """
     k, v = (x.to(q.dtype).expand(-1, q.shape[1], -1, -1) for x in (k, v))
-    of_q, of_k, of_v = flash_attention_backward(grad, q, k, v, output, logs, causal=causal, scale=scale)
+    grad_q, grad_k, grad_v = flash_attention_backward(grad, q, k, v, output, logs, causal=causal, scale=scale)
     if q.shape[1] > 1:  # several heads of queries share the head of keys
-        of_k, of_v = of_k.sum(1, keepdim=True), of_v.sum(1, keepdim=True)
-    return of_q, of_k, of_v
+        grad_k, grad_v = grad_k.sum(1, keepdim=True), grad_v.sum(1, keepdim=True)
+    return grad_q, grad_k, grad_v
 
 
 def merge(output: Tensor, logs: Tensor, block: Tensor, block_logs: Tensor) -> None:

@@ -92,31 +92,31 @@ class _Attention(torch.autograd.Function):
         refuse_second_derivative()
         q, k, v, output, logs = ctx.saved_tensors
         grad = grad.contiguous()
-        of_q = torch.zeros_like(q, dtype=wide(q))
-        of_block = k.new_zeros(k.numel() + v.numel(), dtype=wide(k))
+        grad_q = torch.zeros_like(q, dtype=wide(q))
+        grad_block = k.new_zeros(k.numel() + v.numel(), dtype=wide(k))
         spare: Tensor | None = None  # the buffer of the last hop, whose data was sent: the next hop receives into it
         behind: Hop | None = None  # the transfer of the gradients of the current block
         for pieces, keys, values in _blocks(ctx.call, ctx.layout, k, v):
             # 1. This rank's part of the block's gradients, while the sum of the ranks before arrives.
             parts = []
             for rows, queries, seen, causal in pieces:
-                of_grad, of_queries, of_output, of_logs = (x[rows, :, queries] for x in (grad, q, output, logs))
+                piece_grad, piece_q, piece_output, piece_logs = (x[rows, :, queries] for x in (grad, q, output, logs))
                 block = keys[rows, :, seen], values[rows, :, seen]
-                part, *others = kernels.backward(
-                    of_grad, of_queries, *block, of_output, of_logs, causal=causal, scale=ctx.call.scale
+                grad_queries, *grad_keys_and_values = kernels.backward(
+                    piece_grad, piece_q, *block, piece_output, piece_logs, causal=causal, scale=ctx.call.scale
                 )
-                of_q[rows, :, queries] += part
-                parts.append(others)  # the gradients of keys and values
+                grad_q[rows, :, queries] += grad_queries
+                parts.append(grad_keys_and_values)
             # 2. The sum with this part follows the block to the next rank.
             if behind:
-                of_block, spare = behind.arrived(), of_block
-            of_keys, of_values = _unpack(of_block, k, v)
-            for (rows, _, seen, _), (of_k, of_v) in zip(pieces, parts, strict=True):
-                of_keys[rows, :, seen] += of_k
-                of_values[rows, :, seen] += of_v
-            behind = Hop(of_block, ctx.call.group, spare) if ctx.layout.size > 1 else None
-        of_keys, of_values = _unpack(behind.arrived() if behind else of_block, k, v)
-        return of_q.to(q.dtype), of_keys.to(k.dtype), of_values.to(v.dtype), None, None
+                grad_block, spare = behind.arrived(), grad_block
+            grad_keys, grad_values = _unpack(grad_block, k, v)
+            for (rows, _, seen, _), (grad_k, grad_v) in zip(pieces, parts, strict=True):
+                grad_keys[rows, :, seen] += grad_k
+                grad_values[rows, :, seen] += grad_v
+            behind = Hop(grad_block, ctx.call.group, spare) if ctx.layout.size > 1 else None
+        grad_keys, grad_values = _unpack(behind.arrived() if behind else grad_block, k, v)
+        return grad_q.to(q.dtype), grad_keys.to(k.dtype), grad_values.to(v.dtype), None, None
 
 
 def _blocks(
