@@ -236,6 +236,7 @@ MultiHostGroup::LeaderFrames MultiHostGroup::gather_frames(std::chrono::millisec
 
 // Returns the first two calls that differ. The leaders gather frames again, whose data is the Difference of a host.
 MultiHostGroup::Difference MultiHostGroup::find_difference(const Call& call, std::chrono::milliseconds timeout) {
+    // 1. The frame of this host, the same for all hosts: a header, and the difference within this host.
     const Difference mine = host_difference(call);
     const MessagePtr message = outgoing_message();
     std::byte* const memory = message->reserve(sizeof(FrameHeader) + sizeof(mine));
@@ -244,6 +245,7 @@ MultiHostGroup::Difference MultiHostGroup::find_difference(const Call& call, std
     std::memcpy(memory, &header, sizeof(header));
     std::memcpy(memory + sizeof(header), &mine, sizeof(mine));
     own_frames_.assign(hosts_.ranks.size(), message);
+    // 2. The first call of all, and the first other call: of another host, or within a host whose first rank agrees.
     Difference first;
     for (const LeaderFrame& frame : gather_frames(timeout)) {
         Difference theirs;

@@ -196,6 +196,7 @@ void UserMessages::run() {
     in_background = true;
     std::unique_lock lock(mutex_);
     for (int idle = 0; !close_reason_;) {
+        // 1. Sleep: after a time without requests until start() adds one, otherwise until the next look.
         if (idle == kIdleLooks) {
             is_asleep_ = true;
             while (!close_reason_ && is_asleep_) wait_for_notification(wakes_, lock);
@@ -203,6 +204,7 @@ void UserMessages::run() {
         wakes_.wait_for(lock, pending_.empty() ? kIdleLookInterval : kLookInterval,
                         [this] { return close_reason_ != nullptr; });
         idle = pending_.empty() ? idle % kIdleLooks + 1 : 0;
+        // 2. Move the messages for which no thread waits, and end those that are over.
         const std::vector<Handle> unawaited = unawaited_requests();
         if (unawaited.empty()) continue;
         lock.unlock();

@@ -361,11 +361,13 @@ bool PointToPoint::progress_until(const Handle& request, Clock::time_point until
     const int peer = request->peer == kAnyone ? kAnyone : membership_.group_rank(request->peer);
     const TraceSpan span(TraceKind::kWait, request->bytes, peer);
     while (!request->finished && in_time) {
+        // 1. As long as bytes move, this thread does not wait.
         if (!closed_ && progress()) {
             wait_policy = WaitPolicy(membership_);
             run_callbacks(lock);
             continue;
         }
+        // 2. One turn of the wait, without the lock. A wait that sleeps is long: publish it, check for failures.
         membership_.note_core();
         const bool shares_core = membership_.shares_core(0, [&](int rank) { return depends_on(*request, rank); });
         lock.unlock();

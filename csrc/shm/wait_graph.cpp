@@ -117,6 +117,7 @@ void WaitGraph::Published::publish_elsewhere(const Wait& wait) {
     if (!elsewhere_) elsewhere_ = std::make_unique<Elsewhere>(Elsewhere{graph_.heartbeats(), {}, {}, {}});
     WaitGraphs& groups = *graph_.groups_;
     groups.heartbeat(graph_);
+    // 1. Which processes are late in this group, apart from this one?
     if (Clock::now() < elsewhere_->next_look) return;
     elsewhere_->next_look = Clock::now() + kBetweenLooksElsewhere;
     const Verdict verdict = graph_.find_late({wait}, elsewhere_->since);
@@ -125,6 +126,7 @@ void WaitGraph::Published::publish_elsewhere(const Wait& wait) {
         const int rank = verdict.ranks[index].rank, pid = rank < 0 ? -rank : graph_.pid_of_(rank);
         if (pid && rank != graph_.rank_) pids.push_back(pid);
     }
+    // 2. Replace what was published.
     if (pids == elsewhere_->pids) return;
     groups.clear(elsewhere_->slots);
     elsewhere_->slots = groups.publish(graph_, pids);

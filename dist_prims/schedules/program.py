@@ -245,6 +245,7 @@ def _step(
         if dst != rank:
             sends[dst].append((chunk, piece))
             continue
+        # The row writes a chunk of this rank. A message has its chunks in the order of the rows, at both ends.
         source = Source(OWN, chunk) if src == rank else Source(src, len(receives[src]))
         if src != rank:
             receives[src].append((into, piece))

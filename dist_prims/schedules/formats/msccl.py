@@ -180,12 +180,14 @@ class _Reader:
         kind = _text(element, "type")
         if kind == "nop":
             return [self.graph.add(Operation(f"{name} (nop)"), after)]
+        # 1. The places that it reads and writes in buffers; what rrs adds up is in no buffer.
         src = [] if kind in ("r", "rcs") else self._places(rank, element, "src")
         dst = [] if kind in ("s", "rrs") else self._places(rank, element, "dst")
         if dst and src and dst != src and set(dst) & set(src):
             raise ValueError("its source and its destination overlap, so the result is not determined")
         if kind == "rrs":
             dst = [(rank, self.graph.buffers.value(rank)) for _ in src]
+        # 2. Its operations, one for each chunk.
         numbers: list[int] = []
         received = []
         for chunk in range(max(len(src), len(dst))):
@@ -194,6 +196,7 @@ class _Reader:
             rows = _fill(operation, kind, src[chunk : chunk + 1], dst[chunk : chunk + 1])
             numbers.append(self.graph.add(operation, numbers[-1:] or after))
             received.append((numbers[-1], rows))
+        # 3. What its connections carry: connect() gives the received rows their sources.
         if kind.startswith("r") and kind != "re":
             self._connection("recv", rank, at, block).receives.append(received)
         if kind.endswith("s"):

@@ -153,7 +153,7 @@ class _Block:
         found = []
         for buffer in field(op, name, list):
             rank, kind = self.rank, buffer.get("type") if isinstance(buffer, dict) else None
-            if kind is None:
+            if kind is None:  # a buffer of a peer, by its number among the remote buffers of the thread block
                 access = field(op, "channel_type", str)
                 refs = field(self.block, "remote_buffer_refs", list)
                 refs = [each for each in refs if field(each, "access_channel_type", str) == access]

@@ -46,9 +46,9 @@ class PowerSGD(Staged):
             raise ValueError(f"PowerSGD(rank={rank}, warm_up={warm_up}): at least rank 1, and 0 or more steps")
         super().__init__(feedback=feedback)
         self.rank, self.warm_up, self.seed = rank, warm_up, seed
-        self._steps: dict[int, int] = {}
-        self._steps_before = 0
-        self._starts: dict[tuple[int, int], torch.Tensor] = {}
+        self._steps: dict[int, int] = {}  # of each bucket since the last reset()
+        self._steps_before = 0  # before the last reset()
+        self._starts: dict[tuple[int, int], torch.Tensor] = {}  # by bucket and matrix: the Q of the next step
 
     def reset(self) -> None:
         """Forget what was lost and where the iteration stands; the steps of warm-up that are done stay done."""
