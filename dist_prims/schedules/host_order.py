@@ -80,7 +80,10 @@ def _renumbered(schedule: Schedule, rank_at: tuple[int, ...]) -> Schedule:
 
 
 def _renumbering(schedule: Schedule, rank_at: NDArray[np.int64]) -> Callable[[Step], Step]:
-    """A function that renumbers a step. The blocks of a schedule are ordered by its ranks, its other chunks stay."""
+    """A function that renumbers a step. The blocks of a schedule are ordered by its ranks, its other chunks stay.
+
+    It also renumbers steps of phases: where there are blocks, a chunk of a phase is one chunk (``width`` is 1).
+    """
     if schedule.collective not in BLOCKS:
         return lambda step: step.renumbered(rank_at)
     chunk_at = np.arange(schedule.contract.total)  # chunk_at[c]: the number of chunk c after the renumbering

@@ -103,6 +103,7 @@ def pipeline_schedule(
     """
 
     def register(order: Order) -> Order:
+        # An example in a docstring of this module is not built in.
         built_in = order.__module__ != __name__ and order.__module__.startswith(f"{__package__}.")
         if not built_in:
             _load()

@@ -47,8 +47,8 @@ def _turns(rank: int, ranks: int, num_microbatches: int) -> Iterator[tuple[str, 
     ranks_from_here = ranks - rank
     more = num_microbatches - (2 * ranks - 1 - rank)  # forwards of the first stage left when the pipeline is full
     yield from [("F", down)] * (2 * ranks_from_here - 1)  # until micro-batch 0 comes up again
-    yield from [("F", up), ("F", down)] * rank  # until its gradient comes up again
-    yield from [("F", up), ("B", up), ("W", up)] * ranks_from_here  # until its gradient has come down to this rank
+    yield from [("F", up), ("F", down)] * rank  # until the gradient of the second stage comes
+    yield from [("F", up), ("B", up), ("W", up)] * ranks_from_here  # until the gradient of the first stage comes
     for turn in range(num_microbatches - ranks):
         yield from [("F", down)] * (turn < more)
         yield from [("B", down), ("W", down), ("F", up), ("B", up), ("W", up)]
