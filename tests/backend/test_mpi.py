@@ -184,7 +184,7 @@ def test_a_handler_ends_a_wait_for_another_host(kind: Kind, handler: str, raised
     Past bug: Ctrl-C was taken for the end of the other rank, PeerDiedError.
     """
     code = f"""
-import os, signal, sys, threading
+import os, signal, sys, threading, time
 from mpi4py import MPI
 rank, handler = MPI.COMM_WORLD.rank, {handler!r}
 os.environ["DIST_PRIMS_HOST_ID"] = str(rank)
@@ -206,7 +206,12 @@ if rank == 1:
         print("named" if names_all else error, flush=True)
 else:
     signal.signal(signal.SIGINT, handle)
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    def press():  # once this rank is in the call, which it was not on a busy machine after 0.3 s
+        while '"started"' not in backend.record():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=press).start()
     try:
         dist.all_reduce(torch.ones(3))
     except (KeyboardInterrupt, RuntimeError, SystemExit) as error:

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -122,6 +123,13 @@ def group_of(seconds: float = 30) -> dist.ProcessGroup:
     return group
 
 
+def interrupt_call(group: Any) -> None:
+    """Press Ctrl-C once this process is in a call of the group: before the call, the other ranks would time out."""
+    while '"started"' not in group._get_backend(torch.device("cpu")).record():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def case_faults() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     after, before = (rank + 1) % size, (rank - 1) % size
@@ -141,7 +149,7 @@ def case_faults() -> None:
     dist.barrier()
     group = group_of()
     if rank == 0:
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Thread(target=interrupt_call, args=(group,)).start()
     with raises(KeyboardInterrupt if rank == 0 else CommInterruptedError, "" if rank == 0 else "rank 0 on host 0"):
         dist.recv(torch.ones(1), before, group)
     dist.barrier()
