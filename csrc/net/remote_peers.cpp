@@ -53,6 +53,7 @@ RemotePeers::RemotePeers(std::unique_ptr<Transport> transport, Membership& membe
       transport_(std::move(transport)),
       notice_request_(transport_->receive(Transport::kAnyone, tags.notice(),
                                           reinterpret_cast<std::byte*>(&received_notice_), sizeof(received_notice_))),
+      has_exchanged_(remote_ranks.size() + static_cast<std::size_t>(membership.size())),
       diagnosis_(std::make_shared<TimeoutDiagnosis>(
           *transport_, tags.diagnosis(), membership.group_rank(membership.rank()), all_others(membership, remote_ranks),
           [this](const auto& notice) { on_notice(notice); })) {
@@ -99,6 +100,10 @@ void RemotePeers::wake() {
 
 template <typename Post>
 RemotePeers::Handle RemotePeers::post(RemoteRequest request, const Post& post_to_transport) {
+    if (request.peer != Transport::kAnyone) {
+        auto& has_exchanged = has_exchanged_[static_cast<std::size_t>(request.peer)];
+        if (!has_exchanged.load(std::memory_order_relaxed)) has_exchanged.store(true, std::memory_order_relaxed);
+    }
     request.deadline = Clock::now() + request.timeout;
     std::optional<MessageFailure> failure;
     try {
@@ -335,9 +340,9 @@ void RemotePeers::leave() {
     if (!membership_.notice() && !has_left_.exchange(true)) transport_->leave();
 }
 
-// Sends the notice twice to each remote rank. The TimeoutDiagnosis thread of the remote rank wakes up at once, but may
-// be busy with other messages. So the notice also goes to the receive that the remote rank has posted from the
-// beginning.
+// Sends the notice twice. The TimeoutDiagnosis thread of a listener wakes up at once, but may be busy with other
+// messages. So the notice also goes to the receive that each rank has posted from the beginning. A rank that waits for
+// this one, and has exchanged messages with it, then has the notice before this rank closes its connections.
 void RemotePeers::send_notice() {
     const auto notice = membership_.notice();
     diagnosis_->send_notice(*notice);
@@ -345,6 +350,7 @@ void RemotePeers::send_notice() {
         NoticeMessage{static_cast<std::int32_t>(notice->kind), notice->culprit, notice->other});
     std::vector<Transport::Handle> requests;
     for (const int other : remote_ranks_) {
+        if (!has_exchanged_[static_cast<std::size_t>(other)] && !diagnosis_->has_listener(other)) continue;
         try {
             const auto* data = reinterpret_cast<const std::byte*>(message.get());
             requests.push_back(transport_->send(other, tags.notice(), data, sizeof(NoticeMessage), message));

@@ -3,9 +3,10 @@
 // monitored_barrier() and the adapter for torch call.
 //
 // The notice is the cause of the group's end (see ../shm/membership.h). All ranks of one host see it in shared memory.
-// A rank whose group has ended also sends the notice to all remote ranks, which have posted a receive for it in
-// advance, and then closes its connections. That ends the waits of a remote rank, which looks for the notice before it
-// reports the closed connection as the cause. A rank whose wait times out runs a timeout diagnosis.
+// A rank whose group has ended also sends the notice to the remote ranks with which it has exchanged messages, and to
+// its listeners (see timeout_diagnosis.h), which forward it. All ranks have posted a receive for it in advance. Then
+// the rank closes its connections. That ends the waits of a remote rank, which looks for the notice before it reports
+// the closed connection as the cause. A rank whose wait times out runs a timeout diagnosis.
 //
 // Any thread may post and wait. RemotePeers has a thread, the ticker, which aborts waits at intervals so that the
 // waiting threads check for failures; TimeoutDiagnosis has another, which calls on_notice().
@@ -123,7 +124,8 @@ private:
     const std::vector<int> remote_ranks_;
     const std::unique_ptr<Transport> transport_;
     NoticeMessage received_notice_{-1, -1, -1};
-    Transport::Handle notice_request_;  // the receive of a notice into received_notice_
+    Transport::Handle notice_request_;              // the receive of a notice into received_notice_
+    std::vector<std::atomic<bool>> has_exchanged_;  // by group rank: this rank has posted messages to or from it
     std::atomic<bool> has_left_{false};
     SlowCall slow_call_;
 

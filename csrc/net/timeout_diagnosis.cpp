@@ -3,6 +3,7 @@
 #include "timeout_diagnosis.h"
 
 #include <algorithm>
+#include <bit>
 #include <utility>
 
 #include "../common/thread.h"
@@ -18,10 +19,27 @@ constexpr int kLooks = kReplyTime / kBetweenLooks;
 constexpr auto kLongestReplyTime = 1800ms;                    // less than RemotePeers::kLocalMargin
 constexpr auto kYear = std::chrono::milliseconds(24h * 365);  // transports have no infinite timeout
 
+std::vector<int> listeners_of(int me, std::vector<int> others) {
+    const int size = static_cast<int>(others.size()) + 1;
+    if (size > TimeoutDiagnosis::kDirect) {
+        std::erase_if(others, [&](int other) {
+            const auto distance = static_cast<unsigned>((other - me + size) % size);
+            return !std::has_single_bit(distance);
+        });
+    }
+    return others;
+}
+
 }  // namespace
 
 TimeoutDiagnosis::TimeoutDiagnosis(Transport& transport, int tag, int me, std::vector<int> others, Callback callback)
-    : transport_(transport), tag_(tag), me_(me), others_(std::move(others)), callback_(std::move(callback)) {
+    : transport_(transport),
+      tag_(tag),
+      me_(me),
+      others_(others.size()),
+      listeners_(listeners_of(me, std::move(others))),
+      all_listen_(listeners_.size() == others_),
+      callback_(std::move(callback)) {
     post_receive();  // no other thread is running yet
     listener_ = start_thread("rank " + std::to_string(me) + ": the thread of the timeout diagnosis",
                              [this] { run_listener(); });
@@ -54,7 +72,7 @@ void TimeoutDiagnosis::repost_receive() {
         try {
             return post_receive();
         } catch (const std::exception&) {
-            if (attempt == others_.size()) throw;
+            if (attempt == others_) throw;
         }
     }
 }
@@ -73,8 +91,11 @@ void TimeoutDiagnosis::run_listener() {
 
 // On the listener thread.
 void TimeoutDiagnosis::on_remark(const Remark& remark) {
-    if (remark.kind >= 0)
-        return callback_(Membership::Notice{static_cast<CommError::Kind>(remark.kind), remark.target, remark.rank});
+    if (remark.kind >= 0) {
+        const Membership::Notice notice{static_cast<CommError::Kind>(remark.kind), remark.target, remark.rank};
+        if (!all_listen_) send_notice(notice);
+        return callback_(notice);
+    }
     {
         const std::lock_guard lock(mutex_);
         if (is_closing_ || !add_remark(remark)) return;
@@ -94,10 +115,11 @@ bool TimeoutDiagnosis::add_remark(const Remark& remark) {
     return true;
 }
 
-// Under the lock. Two ranks between which data is not answered may not receive each other's remarks, so other ranks
-// forward these: all remarks of the two if `remark` reports such a pair, or `remark` if its rank belongs to a known
-// pair.
+// Under the lock. Where not all ranks listen to all, every remark is forwarded. Else only this: two ranks between which
+// data is not answered may not receive each other's remarks, so other ranks forward all remarks of the two if `remark`
+// reports such a pair, or `remark` if its rank belongs to a known pair.
 void TimeoutDiagnosis::forward(const Remark& remark) {
+    if (!all_listen_ && remark.rank != me_) return send_to_listeners(remark);
     const auto forward_between = [&](int from, int to) {
         for (const auto kind : {kUnanswered, kWaits}) {  // in this order: see announce()
             for (const Remark& known : remarks_) {
@@ -120,13 +142,14 @@ void TimeoutDiagnosis::forward(const Remark& remark) {
 void TimeoutDiagnosis::send(int to, const Remark& remark) {
     try {
         const auto& kept = *remarks_.insert(remark).first;
-        sent_.push_back(transport_.send(to, tag_, reinterpret_cast<const std::byte*>(&kept), sizeof(kept)));
+        auto request = transport_.send(to, tag_, reinterpret_cast<const std::byte*>(&kept), sizeof(kept));
+        if (!request->is_done()) sent_.push_back(std::move(request));
     } catch (const std::exception&) {  // the rank has gone
     }
 }
 
-void TimeoutDiagnosis::send_all(const Remark& remark) {
-    for (const int other : others_) send(other, remark);
+void TimeoutDiagnosis::send_to_listeners(const Remark& remark) {
+    for (const int listener : listeners_) send(listener, remark);
 }
 
 // Under the lock. A rank that waits for no other rank may have sent data that is not answered, too.
@@ -134,7 +157,7 @@ void TimeoutDiagnosis::report_unanswering() {
     if (std::exchange(has_reported_, true)) return;
     for (const int rank : transport_.unanswering()) {
         const Remark remark{me_, rank, kUnanswered};
-        if (add_remark(remark)) send_all(remark);
+        if (add_remark(remark)) send_to_listeners(remark);
     }
 }
 
@@ -146,19 +169,24 @@ void TimeoutDiagnosis::announce(int awaited) {
     report_unanswering();  // first, so that a rank that receives the edge has received this report as well
     const Remark remark{me_, awaited, kWaits};
     add_remark(remark);
-    send_all(remark);
+    send_to_listeners(remark);
 }
 
 void TimeoutDiagnosis::send_notice(const Membership::Notice& notice) {
     const std::lock_guard lock(mutex_);
-    if (!is_closing_) send_all({notice.other, notice.culprit, static_cast<std::int32_t>(notice.kind)});
+    if (is_closing_ || std::exchange(has_sent_notice_, true)) return;
+    send_to_listeners({notice.other, notice.culprit, static_cast<std::int32_t>(notice.kind)});
+}
+
+bool TimeoutDiagnosis::has_listener(int rank) const {
+    return std::find(listeners_.begin(), listeners_.end(), rank) != listeners_.end();
 }
 
 Membership::Notice TimeoutDiagnosis::diagnose(int awaited, const std::function<bool()>& stops) {
     announce(awaited);
     const auto until = Clock::now() + kLongestReplyTime;
     int looks = 0;  // on a busy machine a look takes longer, as replies do
-    const auto all_have_replied = [this] { return awaits_.size() > others_.size(); };  // awaits_ has this rank, too
+    const auto all_have_replied = [this] { return awaits_.size() > others_; };  // awaits_ has this rank, too
     for (bool done = false; !done;) {
         // stops() is called without the lock: it may run a signal handler, which may end the group.
         done = stops() || looks >= kLooks || Clock::now() >= until;

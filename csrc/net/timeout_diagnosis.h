@@ -1,7 +1,7 @@
 // Timeout diagnosis: which rank is late when a wait for another host times out. The RemotePeers of each rank has one.
 //
 // A rank that times out knows only which peer it was waiting for, and that peer may itself be blocked. It therefore
-// sends a remark to all ranks: its wait-for edge. Every other blocked rank replies to all with a remark of its own. The
+// tells all ranks a remark: its wait-for edge. Every other blocked rank replies to all with a remark of its own. The
 // culprit is the end of the chain: the rank that never replies.
 //
 //     rank 0, timed out    waits for 1
@@ -12,6 +12,11 @@
 // also reports the ranks whose hosts do not answer what it has sent. A link is cut if both ranks reply, and one of them
 // reports that the host of the other does not answer. These two ranks cannot reach each other, so the other ranks
 // forward their remarks.
+//
+// In a group of more than kDirect ranks a rank has no connection to every other rank. It sends remarks and notices to
+// its listeners only, the ranks at the distances 1, 2, 4, 8, ... after it, and each rank forwards to its own listeners
+// what it hears for the first time. So all hear it within log2(ranks) steps, or on a longer way if a rank on the
+// shortest way forwards nothing.
 #pragma once
 
 #include <atomic>
@@ -32,6 +37,7 @@ namespace dist_prims {
 
 class TimeoutDiagnosis {
 public:
+    static constexpr int kDirect = 64;
     using Link = std::pair<int, int>;  // between the hosts of two ranks
     // Called on the listener thread when another rank has timed out, or with the notice when the group has ended. The
     // waits of this rank should then check for failures.
@@ -50,8 +56,10 @@ public:
     // This rank has timed out waiting for `awaited`. Collects the replies of the others for 1 s (up to 1.8 s on a busy
     // machine), or until `stops` returns true. Returns the cause: the late rank, or the ends of a cut link.
     Membership::Notice diagnose(int awaited, const std::function<bool()>& stops);
-    // Sends the cause of the group's end to all other ranks.
+    // Tells the cause of the group's end to all other ranks.
     void send_notice(const Membership::Notice& notice);
+    // Whether send_notice() sends the notice to this rank itself.
+    bool has_listener(int rank) const;
 
     // The links that are cut, as far as this rank knows.
     std::vector<Link> cut_links();
@@ -72,7 +80,7 @@ private:
     void announce(int awaited);
     void report_unanswering();
     void send(int to, const Remark& remark);
-    void send_all(const Remark& remark);
+    void send_to_listeners(const Remark& remark);
     bool add_remark(const Remark& remark);
     void forward(const Remark& remark);
     bool has_replied(int rank) const;
@@ -85,7 +93,9 @@ private:
 
     Transport& transport_;
     const int tag_, me_;
-    const std::vector<int> others_;
+    const std::size_t others_;          // the number of other ranks
+    const std::vector<int> listeners_;  // the other ranks to which this one sends
+    const bool all_listen_;
     const Callback callback_;
     std::atomic<bool> is_diagnosing_{false};
 
@@ -93,7 +103,7 @@ private:
     std::condition_variable changed_;
     Remark received_{};
     std::set<Remark> remarks_;  // of all ranks; sent_ reads them in place
-    bool has_announced_ = false, has_reported_ = false;
+    bool has_announced_ = false, has_reported_ = false, has_sent_notice_ = false;
     std::vector<Transport::Handle> sent_;
     Transport::Handle remark_request_;  // the receive into received_; the listener waits for it without the lock
     std::map<int, int> awaits_;         // the wait-for edges: rank and target

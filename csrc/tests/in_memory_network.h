@@ -52,6 +52,7 @@ public:
     void send(const Address& address, const std::byte* data, std::size_t bytes) {
         const std::lock_guard lock(mutex);
         longest = std::max(longest, bytes);
+        if (Tags(kLargestTag).is_control(address.tag)) control_links.insert({address.from, address.to});
         if (dropped.count({address.from, address.to})) return;
         const Message message{address, {data, data + bytes}};
         for (auto each = receives_.begin(); each != receives_.end(); ++each) {
@@ -90,8 +91,9 @@ public:
     std::mutex mutex;  // of all below
     std::condition_variable changed;
     std::map<int, bool> closed;
-    std::size_t longest = 0;                // of the messages that were sent
-    std::set<std::pair<int, int>> dropped;  // messages from one rank to another vanish
+    std::size_t longest = 0;                      // of the messages that were sent
+    std::set<std::pair<int, int>> dropped;        // messages from one rank to another vanish
+    std::set<std::pair<int, int>> control_links;  // on which messages about failures were sent
 
 private:
     struct Message {
@@ -207,9 +209,10 @@ inline MakeTransport over_tcp(std::size_t size, const std::function<void(int ran
     };
 }
 
-// What a run leaves: receives that were given up, and the longest message in bytes.
+// What a run leaves: receives that were given up, the longest message in bytes, and see InMemoryNetwork.
 struct NetworkUse {
     std::size_t kept, longest;
+    std::set<std::pair<int, int>> control_links;
 };
 
 // Runs `body(group, rank)`, or `body(group, rank, host_segment)`, on a thread for each rank of the hosts, over an
@@ -246,7 +249,7 @@ NetworkUse run_group(const std::vector<std::vector<int>>& hosts, const Body& bod
         }
     }
     for (std::thread& thread : threads) thread.join();
-    return {network.kept(), network.longest};
+    return {network.kept(), network.longest, network.control_links};
 }
 
 inline Call sum_of(std::uint64_t sequence, std::size_t count) {

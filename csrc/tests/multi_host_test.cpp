@@ -384,6 +384,33 @@ CASE(the_rank_that_does_not_reply_is_named) {
     });
 }
 
+// Rank 0 waits for 33, and 33 for 50, which is late, as are all others. In a group of so many ranks no rank sends to
+// all others: a rank had a connection to each, and in a large group no descriptor was left for the reply of the late
+// rank's peer. Rank 0 learns for whom 33 waits, and all learn of the end, from ranks that forward it.
+CASE(many_ranks_hear_of_a_failure_over_few_connections) {
+    constexpr int kSize = 66;
+    static_assert(kSize > TimeoutDiagnosis::kDirect);
+    const auto body = [](MultiHostGroup& group, int rank, HostSegment& host_segment) {
+        std::byte nothing{};
+        const auto receive_byte = [&] {
+            const std::chrono::milliseconds timeout = rank == 0 ? 500ms : 60s;
+            group.router.wait({group.router.receive(rank ? 50 : 33, group.router.next(), &nothing, 1, timeout)});
+        };
+        if (rank == 0 || rank == 33) CHECK(fails(CommError::Kind::kLost, receive_byte, "rank 50"));
+        wait_until([&] { return host_segment.membership.notice().has_value(); });
+        CHECK(host_segment.membership.notice()->culprit == 50);
+        group.remote.end();
+    };
+    std::vector<std::vector<int>> hosts;
+    for (int rank = 0; rank < kSize; ++rank) hosts.push_back({rank});
+    const NetworkUse use = run_group(hosts, body);
+    // By sender: 7 listeners, 3 more from which the agreement expects messages, and the awaited rank.
+    std::map<int, int> links;
+    for (const auto& [from, to] : use.control_links) ++links[from];
+    for (const auto& [rank, count] : links) CHECK(count <= 11);
+    CHECK(links.size() == kSize);
+}
+
 // Each rank waits for the next one. `dropped`: between these ranks messages vanish.
 void wait_in_a_circle(const std::set<std::pair<int, int>>& dropped, CommError::Kind kind, const std::string& text) {
     const auto body = [&](MultiHostGroup& group, int rank) {
