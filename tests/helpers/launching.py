@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import multiprocessing
 import os
-import random
 import re
 import runpy
 import signal
@@ -194,16 +193,6 @@ def together(*starts: tuple[str, Mapping[str, str]]) -> list[str]:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
-
-
-def free_ports(count: int) -> str:
-    """A range of ports for DIST_PRIMS_PORTS, in which no socket is, and no connection was closed a minute ago."""
-    for first in random.sample(range(20000, 30000), 1000):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
-            for port in range(first, first + count):
-                opened.enter_context(socket.socket()).bind(("", port))
-            return f"{first}-{first + count - 1}"
-    raise OSError(f"no range of {count} free ports")
 
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}

@@ -11,32 +11,6 @@ import torch.distributed as dist
 import dist_prims
 
 
-class MixedNet(torch.nn.Module):
-    """Tied weights, two dtypes, a frozen layer, an unused one, one for each rank, a buffer, empty and scalar."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = torch.nn.Embedding(7, 6)
-        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh()) for _ in range(3))
-        self.fine = torch.nn.Linear(6, 6).double()
-        self.frozen = torch.nn.Linear(6, 6).requires_grad_(False)
-        self.branch = torch.nn.ModuleDict({str(n): torch.nn.Linear(6, 6) for n in range(2)})
-        self.unused = torch.nn.Linear(2, 2)
-        self.norm = torch.nn.BatchNorm1d(6)
-        self.head = torch.nn.Linear(6, 7, bias=False)
-        self.head.weight = self.embed.weight
-        self.scale, self.empty = torch.nn.Parameter(torch.tensor(1.5)), torch.nn.Parameter(torch.ones(0))
-
-    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = x + block(x)
-        x = self.frozen(x) + self.fine(x.double()).float() * self.scale + self.empty.sum()
-        logits: torch.Tensor = self.head(self.norm(self.branch[str(branch)](x)))
-        return logits
-
-
 def loss_of(model: torch.nn.Module, step: int, rank: int, branch: int | None = None) -> torch.Tensor:
     x = torch.randint(7, (5,), generator=torch.Generator().manual_seed(100 * step + rank))
     y = model(x, rank % 2 if branch is None else branch)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
+import socket
 import sys
 
 import pytest
 import torch.distributed as dist
-from launching import clean, forked, free_port, free_ports, listening, together
+from launching import clean, forked, free_port, listening, together
 from netns import cluster, needs_hosts
 from ranks import span
 from transports import require
@@ -131,6 +134,16 @@ for init in (dist_prims.init, dist.init_process_group, dist_prims.init):
     dist.destroy_process_group()
 """
     assert together(*((program, clean(NUMBER=number)) for number in "01")) == ["2 2 2 "] * 2
+
+
+def free_ports(count: int) -> str:
+    """A range of ports for DIST_PRIMS_PORTS, in which no socket is, and no connection was closed a minute ago."""
+    for first in random.sample(range(20000, 30000), 1000):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
+            for port in range(first, first + count):
+                opened.enter_context(socket.socket()).bind(("", port))
+            return f"{first}-{first + count - 1}"
+    raise OSError(f"no range of {count} free ports")
 
 
 def test_the_ranks_listen_at_the_given_ports_only(monkeypatch: pytest.MonkeyPatch) -> None:

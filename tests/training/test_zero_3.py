@@ -11,12 +11,38 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharding import MixedNet, alike, average, loss_of, nbytes, spawn, states
+from sharding import alike, average, loss_of, nbytes, spawn, states
 from torch.utils.checkpoint import checkpoint
 
 import dist_prims
 from dist_prims.errors import MismatchError, PeerLeftError
 from dist_prims.training.sharding import ShardedParameters
+
+
+class MixedNet(torch.nn.Module):
+    """Tied weights, two dtypes, a frozen layer, an unused one, one for each rank, a buffer, empty and scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(7, 6)
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh()) for _ in range(3))
+        self.fine = torch.nn.Linear(6, 6).double()
+        self.frozen = torch.nn.Linear(6, 6).requires_grad_(False)
+        self.branch = torch.nn.ModuleDict({str(n): torch.nn.Linear(6, 6) for n in range(2)})
+        self.unused = torch.nn.Linear(2, 2)
+        self.norm = torch.nn.BatchNorm1d(6)
+        self.head = torch.nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale, self.empty = torch.nn.Parameter(torch.tensor(1.5)), torch.nn.Parameter(torch.ones(0))
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x)
+        x = self.frozen(x) + self.fine(x.double()).float() * self.scale + self.empty.sum()
+        logits: torch.Tensor = self.head(self.norm(self.branch[str(branch)](x)))
+        return logits
 
 
 def accumulated(model: torch.nn.Module, steps: Iterable[int], branch: int | None) -> None:
