@@ -53,7 +53,7 @@ _TENSOR_RELEASE_TIME = 0.1  # seconds
 class _Joined:
     """The group that init() has joined, and the arguments with which a further call must agree."""
 
-    group: Any
+    group: weakref.ref[Any]  # a destroyed group must not keep its memory until the next init()
     placement: Placement
     arguments: dict[str, Any]
 
@@ -115,7 +115,7 @@ def init(
     if launcher.medium == "MPI":
         mpi_exchange.abort_on_exception()
     arguments = {"backend": backend, "timeout": seconds, "rank": placement.rank, "world_size": placement.size}
-    _joined = _Joined(dist.group.WORLD, placement, {**arguments, "init_method": init_method})
+    _joined = _Joined(weakref.ref(dist.group.WORLD), placement, {**arguments, "init_method": init_method})
     atexit.unregister(_destroy)
     atexit.register(_destroy)
     _announce(placement, launcher, rendezvous, backend)
@@ -143,10 +143,10 @@ def _existing_group(requested: dict[str, Any]) -> _Joined:
     Every rank must call this for a group that the program has created: the ranks gather their hosts.
     """
     existing = _joined
-    if existing is None or existing.group is not dist.group.WORLD:
+    if existing is None or existing.group() is not dist.group.WORLD:
         hosts = gather_values(host_id(), dist.group.WORLD)
         arguments = {"backend": dist.get_backend(), "rank": dist.get_rank(), "world_size": dist.get_world_size()}
-        existing = _Joined(dist.group.WORLD, Placement.of(dist.get_rank(), hosts), arguments)
+        existing = _Joined(weakref.ref(dist.group.WORLD), Placement.of(dist.get_rank(), hosts), arguments)
     for name, value in requested.items():
         argument = _seconds(value) if name == "timeout" and value is not None else value
         if argument is not None and argument != existing.arguments.get(name, argument):

@@ -323,6 +323,17 @@ def test_a_call_without_enough_descriptors_closes_what_it_has_opened() -> None:
     assert len(os.listdir("/proc/self/fd")) == files
 
 
+def test_a_destroyed_default_group_keeps_no_memory() -> None:
+    """init() kept a reference to the group, and so its shared memory, until the next init()."""
+
+    def body() -> tuple[bool, bool]:
+        of_group = weakref.ref(dist.group.WORLD)
+        dist.destroy_process_group()
+        return of_group() is None, "memfd:dist_prims (" in Path("/proc/self/maps").read_text()
+
+    assert dist_prims.spawn(body, 2, backend="dist_prims", timeout=60) == [(True, False)] * 2
+
+
 def test_spawn_in_several_threads_leaves_garbage_collection_enabled() -> None:
     with ThreadPoolExecutor(4) as pool:
         calls = [pool.submit(dist_prims.spawn, gc.isenabled, 2, timeout=60) for _ in range(8)]
