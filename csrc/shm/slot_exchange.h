@@ -20,7 +20,9 @@
 //    (release), and the writer loads that counter before it overwrites the slot (acquire).
 // 3. All these accesses are sequentially consistent: of two ranks that post at once at least one must see that it is
 //    the last, and the last rank must see which ranks sleep (membership.h).
-// 4. `calls` (release, acquire) orders `number` for the wait-for graph: a reader sees the number of that call or of a
+// 4. A rank may store to a part of another rank's slot that no other rank reads in this phase (take_lines() in
+//    collectives.cpp). The writer's data came before that by 1., and the writer overwrites it after that by 2.
+// 5. `calls` (release, acquire) orders `number` for the wait-for graph: a reader sees the number of that call or of a
 //    later one.
 // Copies past the cache are ended before phase() (streaming.h). tests/csrc/test_memory_order.py explores all executions
 // of 1. to 3. for two ranks, and of 3. for three.

@@ -96,6 +96,8 @@ def slot_exchange(orders: Orders, ranks: int = 2, phases: int = 2, slots: int = 
                     yield from sleep(orders, rank, lambda phase=phase: is_over(phase))  # type: ignore[misc]
             for peer in peers:
                 assert (yield read(f"slot {peer} {phase % slots}")) == phase, "the data of another phase"
+                if ranks == 2:  # the only reader takes the cache lines
+                    yield write(f"slot {peer} {phase % slots}", phase)
         yield write(f"slot {rank} {(phases + 1) % slots}", phases + 1)
 
     all_ranks = range(ranks)
