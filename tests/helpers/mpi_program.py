@@ -124,9 +124,10 @@ def group_of(seconds: float = 30) -> dist.ProcessGroup:
 
 
 def interrupt_call(group: Any) -> None:
-    """Press Ctrl-C once this process is in a call of the group: before the call, the other ranks would time out."""
+    """Press Ctrl-C once this process waits in a call of the group: before the wait, the other ranks would time out."""
     while '"started"' not in group._get_backend(torch.device("cpu")).record():
         time.sleep(0.01)
+    time.sleep(0.2)  # a receive is in the record from its post on, and Python still has to call wait()
     os.kill(os.getpid(), signal.SIGINT)
 
 
