@@ -7,19 +7,27 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <fstream>
 #include <map>
 #include <mutex>
+#include <string>
 #include <utility>
 
 namespace dist_prims {
 namespace {
 
+struct WatchedProcess {
+    std::weak_ptr<const Descriptor> exit;  // expired when no group uses it any more
+    int pid = 0;
+};
+
 // The identity of this process, and the exit descriptors of other processes.
 struct Registry {
     std::mutex mutex;
     ProcessId id;
-    std::map<ProcessId, std::weak_ptr<const Descriptor>> known;  // expired when no group uses it any more
+    std::map<ProcessId, WatchedProcess> known;
     Descriptor read_end, write_end;  // of the pipe that replaces a pidfd; made when it is needed
 
     Registry() { fill_random(&id, sizeof(id)); }
@@ -40,6 +48,16 @@ Registry& registry() {
                              registry->mutex.unlock();
                          });
     return *registry;
+}
+
+// The pid of the process of a pidfd; 0 if the descriptor is no pidfd, or the pid has no meaning here.
+int pid_of(const Descriptor& pidfd) {
+    std::ifstream file("/proc/self/fdinfo/" + std::to_string(pidfd.get()));
+    int pid = 0;
+    for (std::string field; file >> field;) {
+        if (field == "Pid:") file >> pid;
+    }
+    return std::max(pid, 0);  // -1: the process has ended
 }
 
 // A duplicate of the read end of this process's pipe.
@@ -94,7 +112,7 @@ std::vector<KnownProcess> known_processes() {
     const std::lock_guard lock(own.mutex);
     std::vector<KnownProcess> processes;
     for (const auto& [id, known] : own.known) {
-        if (auto exit = known.lock()) processes.push_back({id, std::move(exit)});
+        if (auto exit = known.exit.lock()) processes.push_back({id, std::move(exit), known.pid});
     }
     return processes;
 }
@@ -103,16 +121,17 @@ ExitDescriptor find_exit_descriptor(const ProcessId& id) {
     Registry& own = registry();
     const std::lock_guard lock(own.mutex);
     const auto entry = own.known.find(id);
-    return entry == own.known.end() ? nullptr : entry->second.lock();
+    return entry == own.known.end() ? nullptr : entry->second.exit.lock();
 }
 
 ExitDescriptor share_exit_descriptor(const ProcessId& id, Descriptor received) {
     Registry& own = registry();
     const std::lock_guard lock(own.mutex);
-    std::erase_if(own.known, [](const auto& entry) { return entry.second.expired(); });
-    if (auto exit = own.known[id].lock()) return exit;
+    std::erase_if(own.known, [](const auto& entry) { return entry.second.exit.expired(); });
+    WatchedProcess& process = own.known[id];
+    if (auto exit = process.exit.lock()) return exit;
     auto exit = std::make_shared<const Descriptor>(std::move(received));
-    own.known[id] = exit;
+    process = {exit, pid_of(*exit)};
     return exit;
 }
 

@@ -5,7 +5,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "../common/core_share.h"
 #include "../common/kernels.h"
+#include "../common/shares.h"
 #include "../common/streaming.h"
 #include "../common/trace.h"
 
@@ -14,6 +16,9 @@ namespace {
 
 constexpr std::size_t kBlock = 16 * 1024;         // bytes of a tensor that are reduced at a time: they stay in L1
 constexpr std::size_t kDeferredBlock = 4 * 1024;  // smaller: the next block, which is prefetched, must fit as well
+// The bytes that a thread reads at a time. Each thread has two such shares at least: for less, its start takes longer
+// than it saves. A thread that is late, or slow, does fewer of them.
+constexpr std::size_t kLeastShare = 2 << 20;
 
 }  // namespace
 
@@ -63,13 +68,25 @@ void finish_in_place(HostSegment& host_segment, const std::byte* data, std::size
 
 void InPlace::fold_share(std::size_t bytes, const DeferredInput& deferred) {
     const TraceSpan span(TraceKind::kReduce, bytes / places_.size());
-    for (const auto& [at, piece] : deferred.runs(share_of(rank_, places_.size(), bytes))) {
+    const Range own = share_of(rank_, places_.size(), bytes);
+    const std::size_t length = own.end - own.begin, shares = length * places_.size() / kLeastShare;
+    const std::size_t threads = shares < 4 ? 1 : std::min(threads_of_rank(), shares / 2);
+    if (threads == 1) return fold_range(own, deferred);
+    do_shares(threads, shares, [&](std::size_t number) {
+        const Range part = share_of(number, shares, length);
+        InPlace(*this).fold_range({own.begin + part.begin, own.begin + part.end}, deferred);
+    });
+}
+
+// Each element is reduced by one thread, so its bits do not depend on the ranges.
+void InPlace::fold_range(Range range, const DeferredInput& deferred) {
+    for (const auto& [at, piece] : deferred.runs(range)) {
         if (!piece)
             fold_shared(at);
         else if (piece->data)
             fold_deferred(piece->within(at));
     }
-    end_past_cache();
+    end_past_cache();  // on each thread: it orders the copies of its own thread only
 }
 
 // Reduces a range whose input is in the shared tensors of all ranks.

@@ -61,12 +61,14 @@ public:
     InPlace(int rank, DType dtype, Op op, const Places& places)
         : rank_(static_cast<std::size_t>(rank)), dtype_(dtype), op_(op), places_(places), inputs_(places.size()) {}
 
-    // Reduces this rank's whole share of `bytes`, except for pieces that hold the result already.
+    // Reduces this rank's whole share of `bytes`, except for pieces that hold the result already. A large share is
+    // divided among threads.
     void fold_share(std::size_t bytes, const DeferredInput& deferred);
     // Reduces a deferred piece. The caller must call end_past_cache() before it publishes the result.
     void fold_deferred(const DeferredInput::Piece& piece);
 
 private:
+    void fold_range(Range range, const DeferredInput& deferred);
     void fold_shared(Range range);
     void fetch(std::size_t begin, std::size_t end) const;
     void fold_block(std::size_t at, std::size_t bytes, const std::byte* mine, std::byte* out);

@@ -154,6 +154,7 @@ CASE(a_forked_child_is_another_process) {
     const ProcessId own = this_process_id();
     CHECK(own == this_process_id());
     CHECK(known_processes().size() == 1 && find_exit_descriptor({{1, 2}}) == watched);
+    CHECK(known_processes()[0].pid == ::getpid());
     const Child child([&] {
         CHECK(this_process_id() != own);
         CHECK(known_processes().empty() && !find_exit_descriptor({{1, 2}}));

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -297,3 +298,43 @@ def test_a_shape_beyond_all_bounds_is_refused() -> None:
         dist_prims.empty((2, -1))
     with pytest.raises(RuntimeError, match="overflow"):
         dist_prims.empty((1 << 40, 1 << 40))
+
+
+def test_a_large_reduction_has_the_threads_that_torch_has_then() -> None:
+    """One rank that has all cores; csrc/tests/shares_test.cpp has several ranks."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core")
+
+    def body() -> None:
+        tensor = dist_prims.empty(16 << 20).fill_(1)
+        seen: list[str] = []
+        over = threading.Event()
+
+        def observe() -> None:
+            while not over.is_set():
+                for file in Path("/proc/self/task").glob("*/comm"):
+                    try:
+                        seen.extend({file.read_text().strip()} & {"dist_prims_fold"})
+                    except (FileNotFoundError, ProcessLookupError):  # a thread that has ended
+                        continue
+
+        observer = threading.Thread(target=observe)
+        observer.start()
+        try:
+            for threads, is_async in ((1, False), (2, True)):
+                torch.set_num_threads(threads)
+                for _ in range(20):
+                    work = dist.all_reduce(tensor, async_op=is_async)
+                    while work is not None and not work.is_completed():
+                        pass  # a wait would reduce on this thread
+                assert not seen
+            deadline = time.monotonic() + 60
+            while not seen and time.monotonic() < deadline:
+                dist.all_reduce(tensor)
+            assert seen
+            assert (tensor == 1).all()
+        finally:
+            over.set()
+            observer.join()
+
+    spawn(body, 1)

@@ -1,5 +1,6 @@
 // The Python module _backend of an adapter, which dist_prims/backend/torch_adapter.py loads: PrimsBackend and the
 // classes that its setup needs. Functions with the guard Free run without the GIL.
+#include <ATen/Parallel.h>
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
@@ -10,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "../../common/core_share.h"
 #include "backend.h"
 #include "incremental_tensor.h"
 #include "signed_store.h"
@@ -365,6 +367,7 @@ PYBIND11_MODULE(_backend, module) {
         .def("held", &IncrementalTensor::deferred_bytes, Free())
         .def("is_shown", &IncrementalTensor::is_published, Free());
     name_dtypes();
+    set_program_threads(&at::get_num_threads);
     bind_transport_libraries(module);
     module.attr("built_for") = BUILT_FOR_TORCH;
     module.def("run_exit_actions", &run_exit_actions, Free());
