@@ -14,7 +14,8 @@ constexpr std::size_t kFirstBlock = 64 << 10, kLargestBlock = 4 << 20;
 constexpr double kLongEnough = 20e-3, kLongEnoughInEchoes = 4;
 constexpr double kAlphaUnit = 1e-9, kBetaUnit = 1e-15;
 
-// The messages of one measurement. Nothing else is sent under this tag before the first collective of the group.
+// The messages of one measurement. Nothing else is sent under this tag before the first collective of the group. Each
+// message has an owner, because after an error the transport may still need its memory.
 class LinkMessages {
 public:
     LinkMessages(RemotePeers& remote, int peer, std::chrono::milliseconds timeout)

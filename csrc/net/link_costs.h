@@ -15,7 +15,8 @@ namespace dist_prims {
 struct LinkCosts {
     double alpha = 0, beta = 0;  // seconds a message, seconds a byte; both 0: not measured
 
-    // As one number that is not 0, in nanoseconds and femtoseconds, so that an agreement can carry it.
+    // The costs of a measured link as one number that is not 0, in nanoseconds and femtoseconds, which an agreement can
+    // carry. unpacked(0) is not measured.
     std::uint64_t packed() const;
     static LinkCosts unpacked(std::uint64_t packed);
 };

@@ -20,6 +20,7 @@ public:
     };
 
     // `local_ranks`: by rank of the group, the rank on this host, or -1; empty if all ranks are on this host.
+    // `remote`: null in a group of one host.
     Router(PointToPoint& p2p, std::vector<int> local_ranks, RemotePeers* remote)
         : p2p_(p2p), local_ranks_(std::move(local_ranks)), remote_(remote) {}
 

@@ -42,10 +42,10 @@ SharedLog::Entry* SharedLog::entries() const {
 
 void SharedLog::append(const std::string& text) {
     const std::lock_guard lock(guard_);
-    const std::uint32_t place = write(text);
+    const std::uint32_t offset = write(text);
     for (std::size_t index = 0; index < entry_count(size_); ++index) {
         std::uint32_t none = 0;
-        if (entries()[index].place.compare_exchange_strong(none, place + 1, std::memory_order_acq_rel)) return;
+        if (entries()[index].place.compare_exchange_strong(none, offset + 1, std::memory_order_acq_rel)) return;
     }
     throw std::length_error("rank " + std::to_string(rank_) +
                             ": the log of this group is full; end the processes and "
@@ -59,13 +59,13 @@ std::uint32_t SharedLog::write(const std::string& text) {
         throw std::length_error("rank " + std::to_string(rank_) + ": a text of " + std::to_string(text.size()) +
                                 " bytes does not fit into the log of this group any more; end the processes and start "
                                 "the group again");
-    const std::size_t place = static_cast<std::size_t>(rank_) * area_bytes(size_) + used_;
-    std::byte* const at = place_ + entry_count(size_) * sizeof(Entry) + place;
+    const std::size_t offset = static_cast<std::size_t>(rank_) * area_bytes(size_) + used_;
+    std::byte* const at = place_ + entry_count(size_) * sizeof(Entry) + offset;
     const Head head{static_cast<std::uint32_t>(rank_), static_cast<std::uint32_t>(text.size())};
     std::memcpy(at, &head, sizeof(head));
     std::memcpy(at + sizeof(head), text.data(), text.size());
     used_ += needed;
-    return static_cast<std::uint32_t>(place);
+    return static_cast<std::uint32_t>(offset);
 }
 
 std::vector<std::pair<int, std::string>> SharedLog::read() const {

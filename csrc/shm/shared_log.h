@@ -1,7 +1,7 @@
 // An append-only list of short texts in the shared memory of a group's ranks, by which they agree on something after
 // the group has ended: all ranks read the same texts in the same order.
 //
-//     entries   [ 3 | 7 | 1 | 0 | 0 ...       the place of each text, 0 where there is none yet
+//     entries   [ 16513 | 1 | 41 | 0 ...      where each text is: its offset from the first area, plus 1; 0: none yet
 //     areas     rank 0: text, text ...        each rank writes its texts into an area of its own
 //               rank 1: text ...
 //

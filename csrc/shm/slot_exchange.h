@@ -18,12 +18,13 @@
 //    before they read its data and its call (acquire).
 // 2. A slot is reused without a race, because a reader has read it before it stores its counter for the next phase
 //    (release), and the writer loads that counter before it overwrites the slot (acquire).
-// 3. All these accesses are sequentially consistent: of two ranks that post at once at least one must see that it is
-//    the last, and the last rank must see which ranks sleep (membership.h).
+// 3. All these accesses are sequentially consistent: each rank stores its counter, and then loads those of the others.
+//    So of two ranks that post at once at least one sees that it is the last, and wakes the ranks that sleep
+//    (membership.h). Else each could take the other to be behind, and no rank would wake them.
 // 4. A rank may store to a part of another rank's slot that no other rank reads in this phase (take_lines() in
 //    collectives.cpp). The writer's data came before that by 1., and the writer overwrites it after that by 2.
-// 5. `calls` (release, acquire) orders `number` for the wait-for graph: a reader sees the number of that call or of a
-//    later one.
+// 5. `calls` (release, acquire) orders `number` (slot_exchange.cpp) for the wait-for graph: a reader sees the number of
+//    that call, or of a later one.
 // Copies past the cache are ended before phase() (streaming.h). tests/csrc/test_memory_order.py explores all executions
 // of 1. to 3. for two ranks, and of 3. for three.
 #pragma once
@@ -61,7 +62,8 @@ public:
     std::size_t capacity() const { return capacity_; }
 
     // Announces the call that this rank is about to make. The next phase() compares the announcements of all ranks and
-    // throws Mismatch on every rank if two differ, unless `compares` is false. The timeout begins with a long wait.
+    // throws MismatchError on every rank if two differ, unless `compares` is false: in a group that spans hosts the
+    // agreement compares them. The timeout begins with a long wait.
     void open(const Call& call, std::chrono::milliseconds timeout, bool compares = true);
     // Restarts the timeout for the rest of the call.
     void restart_timeout() { deadline_ = Clock::time_point{}; }

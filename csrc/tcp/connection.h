@@ -67,7 +67,7 @@ private:
     const std::string address_;
     Socket socket_;
     std::deque<Unsent> queue_;
-    bool has_sent_ = false;
+    bool has_sent_ = false;  // false: an error names the address
     Failure error_;
 };
 

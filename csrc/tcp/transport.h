@@ -30,7 +30,7 @@ namespace dist_prims {
 
 // What a rank needs to connect to the others. Python makes it (see dist_prims/backend/transport_selection.py).
 struct TcpEndpoint {
-    Socket listening;                      // non-blocking; the other ranks connect to it
+    Socket listening;                      // non-blocking; accepted connections inherit its keepalive
     std::vector<std::string> addresses{};  // by rank, as connect_to() takes them
     std::string key{};                     // of the group: see greeting.h
     bool polls = false;                    // whether the ranks have cores enough to poll: see Polling

@@ -16,7 +16,7 @@ from ..rendezvous.network import listen, own_address
 __all__: list[str] = []
 
 Hosts = Sequence[Sequence[int]]  # the ranks of each host
-ONE_WAY = ("broadcast", "reduce", "gather", "scatter", "round_trip")  # one direction of a link carries all data
+ONE_WAY = ("broadcast", "reduce", "gather", "scatter", "round_trip")  # compared with a stream in one direction
 
 
 def least_bytes(collective: str, nbytes: int, hosts: Hosts) -> int:
@@ -34,7 +34,7 @@ def least_bytes(collective: str, nbytes: int, hosts: Hosts) -> int:
     """
     sizes = [len(ranks) for ranks in hosts]
     total = sum(sizes)
-    if collective == "barrier":
+    if collective == "barrier":  # some message
         return 1
     if collective == "all_reduce":  # a reduce_scatter and an all_gather in which each host is one rank
         return 2 * nbytes * (len(sizes) - 1) // len(sizes)
@@ -46,7 +46,7 @@ def least_bytes(collective: str, nbytes: int, hosts: Hosts) -> int:
         return nbytes
     if collective == "all_to_all":
         return max(nbytes * each * (total - each) // total for each in sizes)
-    return max(nbytes * (total - each) // total for each in sizes)
+    return max(nbytes * (total - each) // total for each in sizes)  # all_gather, reduce_scatter
 
 
 @dataclass

@@ -38,7 +38,8 @@ std::size_t CollectiveCall::bytes() const {
 
 // The ranks agree on the number of elements, and on the length of each block where there are several. In a
 // variable-length call they announce the longest block instead: with the slot exchange, it says how many phases the
-// call takes.
+// call takes. The blocks of a scatter have one length, which every rank compares with its output; in a gather the root
+// may expect other lengths than a rank sends.
 CollectiveCall call_of_blocks(Collective collective, const at::Tensor& like, Tensors inputs, Tensors outputs,
                               Counts counts, Op op, int root) {
     CollectiveCall call{announced_call(collective, like, 0), std::move(inputs), std::move(outputs), std::move(counts)};
