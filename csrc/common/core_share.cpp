@@ -9,7 +9,7 @@
 namespace dist_prims {
 namespace {
 
-constexpr int kMostThreads = 8;  // a few cores read as fast as the memory delivers
+constexpr int kMostThreads = 8;  // an assumption: so many cores read as fast as the memory of a NUMA node delivers
 
 std::atomic<int (*)()> program_threads{[] { return 1; }};
 

@@ -1,8 +1,8 @@
 // How many threads this rank may use in a large call, so that the ranks of a host leave each other their cores.
 //
 // A core counts as 1 divided by the number of ranks that may run on it. Ranks that are pinned to cores of their own
-// have these cores whole; ranks with the same cores divide them. The ranks are those of all groups of this process on
-// this host, not only those of the group that makes the call.
+// have these cores whole; ranks with the same cores divide them. The ranks of all groups of this process on this host
+// count, not only the ranks of the group that makes the call.
 #pragma once
 
 #include <sched.h>

@@ -50,7 +50,7 @@ Registry& registry() {
     return *registry;
 }
 
-// The pid of the process of a pidfd; 0 if the descriptor is no pidfd, or the pid has no meaning here.
+// The pid of the process of a pidfd; 0 if the descriptor is not a pidfd, or the pid has no meaning here.
 int pid_of(const Descriptor& pidfd) {
     std::ifstream file("/proc/self/fdinfo/" + std::to_string(pidfd.get()));
     int pid = 0;

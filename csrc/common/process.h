@@ -47,7 +47,7 @@ using ExitDescriptor = std::shared_ptr<const Descriptor>;
 struct KnownProcess {
     ProcessId id;
     ExitDescriptor exit;
-    int pid;  // 0 if the descriptor is no pidfd, or the process runs in another PID namespace
+    int pid;  // 0 if the descriptor is not a pidfd, or the process runs in another PID namespace
 };
 
 // The processes whose exit descriptors are in use in this process. A forked child knows none.

@@ -340,7 +340,7 @@ void RemotePeers::leave() {
     if (!membership_.notice() && !has_left_.exchange(true)) transport_->leave();
 }
 
-// Sends the notice twice. The TimeoutDiagnosis thread of a listener wakes up at once, but may be busy with other
+// Sends the notice twice. The TimeoutDiagnosis thread of a successor wakes up at once, but may be busy with other
 // messages. So the notice also goes to the receive that each rank has posted from the beginning. A rank that waits for
 // this one, and has exchanged messages with it, then has the notice before this rank closes its connections.
 void RemotePeers::send_notice() {
@@ -350,7 +350,7 @@ void RemotePeers::send_notice() {
         NoticeMessage{static_cast<std::int32_t>(notice->kind), notice->culprit, notice->other});
     std::vector<Transport::Handle> requests;
     for (const int other : remote_ranks_) {
-        if (!has_exchanged_[static_cast<std::size_t>(other)] && !diagnosis_->has_listener(other)) continue;
+        if (!has_exchanged_[static_cast<std::size_t>(other)] && !diagnosis_->is_successor(other)) continue;
         try {
             const auto* data = reinterpret_cast<const std::byte*>(message.get());
             requests.push_back(transport_->send(other, tags.notice(), data, sizeof(NoticeMessage), message));

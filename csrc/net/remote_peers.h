@@ -4,7 +4,7 @@
 //
 // The notice is the cause of the group's end (see ../shm/membership.h). All ranks of one host see it in shared memory.
 // A rank whose group has ended also sends the notice to the remote ranks with which it has exchanged messages, and to
-// its listeners (see timeout_diagnosis.h), which forward it. All ranks have posted a receive for it in advance. Then
+// its successors (see timeout_diagnosis.h), which forward it. All ranks have posted a receive for it in advance. Then
 // the rank closes its connections. That ends the waits of a remote rank, which looks for the notice before it reports
 // the closed connection as the cause. A rank whose wait times out runs a timeout diagnosis.
 //

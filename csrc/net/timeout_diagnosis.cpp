@@ -19,7 +19,7 @@ constexpr int kLooks = kReplyTime / kBetweenLooks;
 constexpr auto kLongestReplyTime = 1800ms;                    // less than RemotePeers::kLocalMargin
 constexpr auto kYear = std::chrono::milliseconds(24h * 365);  // transports have no infinite timeout
 
-std::vector<int> listeners_of(int me, std::vector<int> others) {
+std::vector<int> successors_of(int me, std::vector<int> others) {
     const int size = static_cast<int>(others.size()) + 1;
     if (size > TimeoutDiagnosis::kDirect) {
         std::erase_if(others, [&](int other) {
@@ -37,8 +37,7 @@ TimeoutDiagnosis::TimeoutDiagnosis(Transport& transport, int tag, int me, std::v
       tag_(tag),
       me_(me),
       others_(others.size()),
-      listeners_(listeners_of(me, std::move(others))),
-      all_listen_(listeners_.size() == others_),
+      successors_(successors_of(me, std::move(others))),
       callback_(std::move(callback)) {
     post_receive();  // no other thread is running yet
     listener_ = start_thread("rank " + std::to_string(me) + ": the thread of the timeout diagnosis",
@@ -93,7 +92,7 @@ void TimeoutDiagnosis::run_listener() {
 void TimeoutDiagnosis::on_remark(const Remark& remark) {
     if (remark.kind >= 0) {
         const Membership::Notice notice{static_cast<CommError::Kind>(remark.kind), remark.target, remark.rank};
-        if (!all_listen_) send_notice(notice);
+        if (!sends_to_all()) send_notice(notice);
         return callback_(notice);
     }
     {
@@ -115,11 +114,11 @@ bool TimeoutDiagnosis::add_remark(const Remark& remark) {
     return true;
 }
 
-// Under the lock. Where not all ranks listen to all, every remark is forwarded. Else only this: two ranks between which
-// data is not answered may not receive each other's remarks, so other ranks forward all remarks of the two if `remark`
-// reports such a pair, or `remark` if its rank belongs to a known pair.
+// Under the lock. Where ranks do not send to all others, every remark is forwarded. Else only this: two ranks between
+// which data is not answered may not receive each other's remarks, so other ranks forward all remarks of the two if
+// `remark` reports such a pair, or `remark` if its rank belongs to a known pair.
 void TimeoutDiagnosis::forward(const Remark& remark) {
-    if (!all_listen_ && remark.rank != me_) return send_to_listeners(remark);
+    if (!sends_to_all() && remark.rank != me_) return send_to_successors(remark);
     const auto forward_between = [&](int from, int to) {
         for (const auto kind : {kUnanswered, kWaits}) {  // in this order: see announce()
             for (const Remark& known : remarks_) {
@@ -148,8 +147,8 @@ void TimeoutDiagnosis::send(int to, const Remark& remark) {
     }
 }
 
-void TimeoutDiagnosis::send_to_listeners(const Remark& remark) {
-    for (const int listener : listeners_) send(listener, remark);
+void TimeoutDiagnosis::send_to_successors(const Remark& remark) {
+    for (const int successor : successors_) send(successor, remark);
 }
 
 // Under the lock. A rank that waits for no other rank may have sent data that is not answered, too.
@@ -157,7 +156,7 @@ void TimeoutDiagnosis::report_unanswering() {
     if (std::exchange(has_reported_, true)) return;
     for (const int rank : transport_.unanswering()) {
         const Remark remark{me_, rank, kUnanswered};
-        if (add_remark(remark)) send_to_listeners(remark);
+        if (add_remark(remark)) send_to_successors(remark);
     }
 }
 
@@ -169,17 +168,17 @@ void TimeoutDiagnosis::announce(int awaited) {
     report_unanswering();  // first, so that a rank that receives the edge has received this report as well
     const Remark remark{me_, awaited, kWaits};
     add_remark(remark);
-    send_to_listeners(remark);
+    send_to_successors(remark);
 }
 
 void TimeoutDiagnosis::send_notice(const Membership::Notice& notice) {
     const std::lock_guard lock(mutex_);
     if (is_closing_ || std::exchange(has_sent_notice_, true)) return;
-    send_to_listeners({notice.other, notice.culprit, static_cast<std::int32_t>(notice.kind)});
+    send_to_successors({notice.other, notice.culprit, static_cast<std::int32_t>(notice.kind)});
 }
 
-bool TimeoutDiagnosis::has_listener(int rank) const {
-    return std::find(listeners_.begin(), listeners_.end(), rank) != listeners_.end();
+bool TimeoutDiagnosis::is_successor(int rank) const {
+    return std::find(successors_.begin(), successors_.end(), rank) != successors_.end();
 }
 
 Membership::Notice TimeoutDiagnosis::diagnose(int awaited, const std::function<bool()>& stops) {

@@ -13,10 +13,10 @@
 // reports that the host of the other does not answer. These two ranks cannot reach each other, so the other ranks
 // forward their remarks.
 //
-// In a group of more than kDirect ranks a rank has no connection to every other rank. It sends remarks and notices to
-// its listeners only, the ranks at the distances 1, 2, 4, 8, ... after it, and each rank forwards to its own listeners
-// what it hears for the first time. So all hear it within log2(ranks) steps, or on a longer way if a rank on the
-// shortest way forwards nothing.
+// In a group of more than kDirect ranks, connections to all other ranks would need too many descriptors. A rank sends
+// remarks and notices to its successors only, the ranks at the distances 1, 2, 4, 8, ... after it. Each rank forwards
+// what it receives for the first time to its own successors. So every rank receives it within log2(ranks) steps, or on
+// a longer way if a rank on the shortest way forwards nothing.
 #pragma once
 
 #include <atomic>
@@ -37,8 +37,8 @@ namespace dist_prims {
 
 class TimeoutDiagnosis {
 public:
-    static constexpr int kDirect = 64;
-    using Link = std::pair<int, int>;  // between the hosts of two ranks
+    static constexpr int kDirect = 64;  // the largest group in which the successors are all other ranks
+    using Link = std::pair<int, int>;   // between the hosts of two ranks
     // Called on the listener thread when another rank has timed out, or with the notice when the group has ended. The
     // waits of this rank should then check for failures.
     using Callback = std::function<void(const std::optional<Membership::Notice>&)>;
@@ -58,8 +58,8 @@ public:
     Membership::Notice diagnose(int awaited, const std::function<bool()>& stops);
     // Tells the cause of the group's end to all other ranks.
     void send_notice(const Membership::Notice& notice);
-    // Whether send_notice() sends the notice to this rank itself.
-    bool has_listener(int rank) const;
+    // Whether send_notice() sends to this rank, rather than other ranks that forward the notice to it.
+    bool is_successor(int rank) const;
 
     // The links that are cut, as far as this rank knows.
     std::vector<Link> cut_links();
@@ -80,9 +80,10 @@ private:
     void announce(int awaited);
     void report_unanswering();
     void send(int to, const Remark& remark);
-    void send_to_listeners(const Remark& remark);
+    void send_to_successors(const Remark& remark);
     bool add_remark(const Remark& remark);
     void forward(const Remark& remark);
+    bool sends_to_all() const { return successors_.size() == others_; }
     bool has_replied(int rank) const;
     bool is_cut(int rank, int other) const;
     void post_receive();
@@ -93,9 +94,8 @@ private:
 
     Transport& transport_;
     const int tag_, me_;
-    const std::size_t others_;          // the number of other ranks
-    const std::vector<int> listeners_;  // the other ranks to which this one sends
-    const bool all_listen_;
+    const std::size_t others_;  // the number of other ranks
+    const std::vector<int> successors_;
     const Callback callback_;
     std::atomic<bool> is_diagnosing_{false};
 

@@ -16,9 +16,9 @@ namespace {
 
 constexpr std::size_t kBlock = 16 * 1024;         // bytes of a tensor that are reduced at a time: they stay in L1
 constexpr std::size_t kDeferredBlock = 4 * 1024;  // smaller: the next block, which is prefetched, must fit as well
-// The bytes that a thread reads at a time. Each thread has two such shares at least: for less, its start takes longer
-// than it saves. A thread that is late, or slow, does fewer of them.
-constexpr std::size_t kLeastShare = 2 << 20;
+// The bytes that a thread reads for one share, at least. There are two shares for each thread, at least: for less, the
+// start of a thread takes longer than the thread saves. A thread that is late, or slow, does fewer shares.
+constexpr std::size_t kReadForShare = 2 << 20;
 
 }  // namespace
 
@@ -69,7 +69,7 @@ void finish_in_place(HostSegment& host_segment, const std::byte* data, std::size
 void InPlace::fold_share(std::size_t bytes, const DeferredInput& deferred) {
     const TraceSpan span(TraceKind::kReduce, bytes / places_.size());
     const Range own = share_of(rank_, places_.size(), bytes);
-    const std::size_t length = own.end - own.begin, shares = length * places_.size() / kLeastShare;
+    const std::size_t length = own.end - own.begin, shares = length * places_.size() / kReadForShare;
     const std::size_t threads = shares < 4 ? 1 : std::min(threads_of_rank(), shares / 2);
     if (threads == 1) return fold_range(own, deferred);
     do_shares(threads, shares, [&](std::size_t number) {

@@ -18,15 +18,15 @@
 //    before they read its data and its call (acquire).
 // 2. A slot is reused without a race, because a reader has read it before it stores its counter for the next phase
 //    (release), and the writer loads that counter before it overwrites the slot (acquire).
-// 3. All these accesses are sequentially consistent: each rank stores its counter, and then loads those of the others.
-//    So of two ranks that post at once at least one sees that it is the last, and wakes the ranks that sleep
+// 3. All these accesses are sequentially consistent: each rank stores its counter, then loads the counters of the other
+//    ranks. So of two ranks that post at once at least one sees that it is the last, and wakes the ranks that sleep
 //    (membership.h). Else each could take the other to be behind, and no rank would wake them.
 // 4. A rank may store to a part of another rank's slot that no other rank reads in this phase (take_lines() in
 //    collectives.cpp). The writer's data came before that by 1., and the writer overwrites it after that by 2.
 // 5. `calls` (release, acquire) orders `number` (slot_exchange.cpp) for the wait-for graph: a reader sees the number of
 //    that call, or of a later one.
 // Copies past the cache are ended before phase() (streaming.h). tests/csrc/test_memory_order.py explores all executions
-// of 1. to 3. for two ranks, and of 3. for three.
+// of 1. to 4. for two ranks, and of 3. for three.
 #pragma once
 
 #include <chrono>

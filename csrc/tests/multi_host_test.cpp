@@ -385,9 +385,9 @@ CASE(the_rank_that_does_not_reply_is_named) {
 }
 
 // Rank 0 waits for 33, and 33 for 50, which is late, as are all others. In a group of so many ranks no rank sends to
-// all others: a rank had a connection to each, and in a large group no descriptor was left for the reply of the late
-// rank's peer. Rank 0 learns for whom 33 waits, and all learn of the end, from ranks that forward it.
-CASE(many_ranks_hear_of_a_failure_over_few_connections) {
+// all others. Once each did, and where no descriptor was left for a connection the errors named a healthy rank. Rank 0
+// learns from ranks that forward it that 33 waits for 50, and all ranks learn so of the end of the group.
+CASE(many_ranks_learn_of_a_failure_over_few_connections) {
     constexpr int kSize = 66;
     static_assert(kSize > TimeoutDiagnosis::kDirect);
     const auto body = [](MultiHostGroup& group, int rank, HostSegment& host_segment) {
@@ -404,7 +404,7 @@ CASE(many_ranks_hear_of_a_failure_over_few_connections) {
     std::vector<std::vector<int>> hosts;
     for (int rank = 0; rank < kSize; ++rank) hosts.push_back({rank});
     const NetworkUse use = run_group(hosts, body);
-    // By sender: 7 listeners, 3 more from which the agreement expects messages, and the awaited rank.
+    // By sender: 7 successors, 3 more from which the agreement expects messages, and the awaited rank.
     std::map<int, int> links;
     for (const auto& [from, to] : use.control_links) ++links[from];
     for (const auto& [rank, count] : links) CHECK(count <= 11);

@@ -34,7 +34,7 @@ def least_bytes(collective: str, nbytes: int, hosts: Hosts) -> int:
     """
     sizes = [len(ranks) for ranks in hosts]
     total = sum(sizes)
-    if collective == "barrier":  # some message
+    if collective == "barrier":  # the stream carries at least one byte
         return 1
     if collective == "all_reduce":  # a reduce_scatter and an all_gather in which each host is one rank
         return 2 * nbytes * (len(sizes) - 1) // len(sizes)

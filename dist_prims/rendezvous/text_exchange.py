@@ -104,4 +104,4 @@ def _reached(candidates: list[str], port: int, deadline: float) -> list[bool]:
         resolved.append({join_address(str(info[4][0]), port) for info in infos})
     seconds = min(_SECONDS_TO_CONNECT, deadline - time.monotonic())
     is_listening = answers(set().union(*resolved), seconds)
-    return [any(is_listening.get(address) for address in addresses) for addresses in resolved]
+    return [any(is_listening.get(address) for address in of_candidate) for of_candidate in resolved]

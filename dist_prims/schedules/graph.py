@@ -133,7 +133,7 @@ class Graph:
         """The cost of the best way from each node to each rank, ``[node, rank]``, by Bellman and Ford's algorithm."""
         best = np.full((len(self.nodes), self.ranks), np.inf)
         best[range(self.ranks), range(self.ranks)] = 0
-        # The links in the order of their sources: those of the node src[i] begin at begins[i].
+        # The links, ordered by their sources: the links of the node src[i] begin at begins[i].
         order = np.argsort(self.ends[0], kind="stable")
         src, begins = np.unique(self.ends[0][order], return_index=True)
         for _ in range(len(self.nodes) if len(src) else 0):

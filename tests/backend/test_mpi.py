@@ -211,7 +211,7 @@ else:
         while '"started"' not in backend.record():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
-    threading.Thread(target=press).start()
+    threading.Thread(target=press, daemon=True).start()
     try:
         dist.all_reduce(torch.ones(3))
     except (KeyboardInterrupt, RuntimeError, SystemExit) as error:

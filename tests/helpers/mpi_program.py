@@ -150,7 +150,7 @@ def case_faults() -> None:
     dist.barrier()
     group = group_of()
     if rank == 0:
-        threading.Thread(target=interrupt_call, args=(group,)).start()
+        threading.Thread(target=interrupt_call, args=(group,), daemon=True).start()
     with raises(KeyboardInterrupt if rank == 0 else CommInterruptedError, "" if rank == 0 else "rank 0 on host 0"):
         dist.recv(torch.ones(1), before, group)
     dist.barrier()

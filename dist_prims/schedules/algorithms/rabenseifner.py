@@ -56,7 +56,7 @@ def _gathered(n: int) -> int:
 
 
 def _load(hosts: Hosts) -> Iterator[LoadItem]:
-    """The steps below for prices, those of the fold in closed form."""
+    """The steps below, for prices. The steps of the fold are in closed form."""
     p = floor_pow2(hosts.size)
     surplus, places = hosts.size - p, np.arange(p)
     rank = places + np.minimum(places, surplus)
