@@ -11,7 +11,7 @@ import errno
 import functools
 import os
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -64,8 +64,8 @@ class RepairAttempt:
         newcomers: the number of ranks of the new group that are not in the old group.
         is_remote: whether newcomers are on other hosts, which cannot reach the loopback address.
         serving: called with the address of the store for the new group, on the rank that serves the store.
-        ends_old_group: whether calls of the old group that wait for this rank end soon. Otherwise ranks of other hosts
-            would take part only after their timeouts, when the others have gone on without them.
+        ending: the backends of groups whose calls that wait for this rank end soon, on other hosts too. Otherwise ranks
+            of other hosts would take part only after their timeouts, when the others have gone on without them.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class RepairAttempt:
         newcomers: int = 0,
         is_remote: bool = False,
         serving: Callable[[str], None] = lambda address: None,
-        ends_old_group: bool = False,
+        ending: Collection[Any] = (),
     ) -> None:
         self._old_backend, self._name, self._timeout = backend, name, timeout
         self._agreement, self._newcomers, self._serving = agreement, newcomers, serving
-        self._ends_old_group = ends_old_group
+        self._ending = ending
         # The old group.
         self._old_group = made_group(backend.options.group_name)
         self._is_default = find_made_group(default_group()) is self._old_group
@@ -202,9 +202,10 @@ class RepairAttempt:
         """Return the view of this rank; with ``wait``, after it has changed or is late."""
         interval = _SHORTEST_INTERVAL
         while (view := self._view()) == self._last_view and wait:
-            if self._ends_old_group and time.monotonic() - self._began > min(_TIME_TO_COMPLETE, self._timeout / 4):
-                self._old_backend.end_on_all_hosts()
-                self._ends_old_group = False
+            if self._ending and time.monotonic() - self._began > min(_TIME_TO_COMPLETE, self._timeout / 4):
+                for backend in self._ending:
+                    backend.end_on_all_hosts()
+                self._ending = ()
             time.sleep(interval)
             interval = min(2 * interval, _LONGEST_INTERVAL)
         if view != self._last_view:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..backend.create import made_group
+from ..backend.create import find_made_group, made_group
 from ..backend_name import NAME
 from ..collectives.call import group_of
 from ..errors import CommError
-from ..torch_compat import backend_name, backend_of, replace_group, timeout_of
+from ..torch_compat import backend_name, backend_of, default_group, known_groups, replace_group, timeout_of
 from .repair_attempt import RepairAttempt
 from .survivors import OtherMembers, prevent_group, survive
 
@@ -58,7 +58,10 @@ def shrink(group: dist.ProcessGroup | None = None, *, timeout: float | None = No
     """
     old = group_of(group, "shrink")
     limit = timeout_of(old, _CPU).total_seconds() if timeout is None else timeout
-    attempt, members = _repair(repairable_backend(old, "shrink"), limit)
+    backend = repairable_backend(old, "shrink")
+    other_groups = [other for other in known_groups() if old is default_group() and other is not old]
+    others = [backend_of(other, _CPU) for other in other_groups if find_made_group(other)]
+    attempt, members = _repair(backend, limit, others=others)
     return replace_group(old, attempt.backend, attempt.store, members, attempt.backend.options.group_name)
 
 
@@ -76,16 +79,20 @@ def shrink_backend(backend: Any, excluded: Collection[int]) -> Any:
 
 
 def _repair(
-    backend: Any, limit: float, excluded: frozenset[int] = frozenset()
+    backend: Any, limit: float, excluded: frozenset[int] = frozenset(), others: Collection[Any] = ()
 ) -> tuple[RepairAttempt, tuple[int, ...]]:
     """Make the group of the survivors that are not excluded. Return the attempt, which has the group, and the members.
 
-    ``limit``: the longest time in seconds in which nothing changes.
+    ``limit``: the longest time in seconds in which nothing changes. ``others``: the backends of further groups that
+    end with the old group.
     """
-    # 1. End the old group: this rank makes no further calls in it, and the ranks of its host learn that.
+    # 1. End the old group and the others: this rank makes no further calls in them, and the ranks of its host learn
+    # that. A rank that waits in one of them for this rank raises, and can call shrink(), too.
     name = backend.options.group_name
-    attempt = RepairAttempt(backend, next_name(name), limit, "shrink", ends_old_group=not excluded)
-    backend.abort()
+    ending = [] if excluded else [backend, *others]
+    attempt = RepairAttempt(backend, next_name(name), limit, "shrink", ending=ending)
+    for ending_backend in (backend, *others):
+        ending_backend.abort()
     # 2. If an earlier grow() has raised here before its outcome was known, the other ranks may have its group, and must
     # not see a second one. Make that group fail, or raise if the other ranks have it.
     if undecided := made_group(name).undecided_grow:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from ranks import backend_of
 from survivors import join_at_rank_0, run_ranks
+from torch.distributed.device_mesh import init_device_mesh
 from transports import require
 
 import dist_prims
@@ -277,6 +278,27 @@ def test_only_a_sub_group_is_replaced(tmp_path: Path) -> None:
         return total(other)
 
     assert run_ranks(body, 4, tmp_path)[2:] == [3, 3]
+
+
+@pytest.mark.parametrize("layout", ["aaaa", "abab"])
+def test_a_rank_that_waits_for_a_survivor_in_another_group_takes_part(layout: str, tmp_path: Path) -> None:
+    """In a mesh rank 0 shared only the default group with the dead rank 3. Rank 0 waited in its row for rank 1, which
+    waited in shrink() for rank 0, and left it out."""
+
+    def body(rank: int) -> float:
+        os.environ["DIST_PRIMS_HOST_ID"] = layout[rank]
+        join_at_rank_0(rank, 4, tmp_path)
+        mesh = init_device_mesh("cpu", (2, 2))
+        column, row = mesh.get_group(0), mesh.get_group(1)
+        total(row)
+        if rank == 3:
+            die()
+        with pytest.raises(CommError):
+            print(total(column), total(row))
+        dist_prims.shrink(timeout=10)
+        return total()
+
+    assert run_ranks(body, 4, tmp_path, join=False)[:3] == [3, 3, 3]
 
 
 def test_options_pins_and_the_timeout_remain(tmp_path: Path) -> None:
