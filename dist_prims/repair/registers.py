@@ -71,4 +71,4 @@ class SharedRegisters:
         try:
             self._backend.append_to_log(json.dumps(parts))
         except ValueError as error:  # the log is full
-            raise CommError(f"the group cannot be repaired any more: {error}; start the job again") from error
+            raise CommError(f"the group cannot be repaired any more: {error}") from error

@@ -190,11 +190,21 @@ def test_ranks_that_disagree_all_get_an_error_that_names_both_sides() -> None:
 
 def test_bad_input_is_refused_before_anything_is_sent() -> None:
     def body() -> None:
+        turned, expanded = torch.ones(4, 3).t(), torch.ones(1).expand(4)
         for call, words in (
             (lambda: dist.all_reduce(torch.ones(2), Op.BXOR), "BXOR cannot reduce float32: operations on bits need"),
             (lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e5m2)), "can be copied, not reduced"),
             (lambda: dist.all_gather([torch.ones(2)], torch.ones(2)), "1 tensors for a group of 2 ranks"),
             (lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3)), "cannot be shared evenly by 2 ranks"),
+            # The blocks of 6 elements are no views of a transposed output with 3 rows.
+            (lambda: dist.all_gather_into_tensor(turned, torch.ones(6)), r"all_gather: the output of shape \[3, 4\]"),
+            (lambda: dist.all_to_all_single(turned, torch.ones(12)), r"all_to_all: the output of shape \[3, 4\]"),
+            (lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3), [-1, 4], [-1, 4]), r"split sizes \[-1, 4\]"),
+            (lambda: dist.all_to_all_single(torch.ones([]), torch.ones([]), [0, 1], [0, 1]), r"shape \[\]; give 2"),
+            # An expanded output once failed after the data had moved, and without the name of the call.
+            (lambda: dist.all_reduce(expanded), "all_reduce: several elements of the tensor lie in one place"),
+            (lambda: dist.all_gather_into_tensor(expanded, torch.ones(2)), "all_gather: several elements"),
+            (lambda: dist.all_to_all_single(expanded, torch.ones(4)), "all_to_all: several elements"),
         ):
             with pytest.raises(ValueError, match=words):
                 call()

@@ -130,10 +130,15 @@ def test_the_direct_calls_have_events_too(tmp_path: Path) -> None:
             dist_prims.all_reduce(shared)
             dist_prims.all_reduce(torch.ones(5), algorithm="ring")
             dist.all_reduce(torch.eye(2).to_sparse())
+            # Rank 0 has no input of the broadcast, and no output of the reduce: both had the size of a gather once.
+            dist_prims.broadcast(torch.ones(6), 1, algorithm="binomial")
+            dist_prims.reduce(torch.ones(7), 1)
 
         events, _ = traces_of(tmp_path, calls)
-        found = [(event["args"]["Collective name"], event["args"]["In msg nelems"]) for event in events]
-        assert found == [("allreduce", 4), ("allreduce", 3), ("allreduce", 5), ("allreduce_sparse", 4)]
+        fields = ("Collective name", "In msg nelems", "Out msg nelems")
+        found = [tuple(event["args"][field] for field in fields) for event in events]
+        names = ("allreduce", "allreduce", "allreduce", "allreduce_sparse", "broadcast", "reduce")
+        assert found == [(name, count, count) for name, count in zip(names, (4, 3, 5, 4, 6, 7), strict=True)]
 
     dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
 

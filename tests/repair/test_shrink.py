@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import signal
 import threading
 import time
@@ -22,6 +23,7 @@ from transports import require
 
 import dist_prims
 from dist_prims.errors import CommError, LeftOutError, PeerLeftError
+from dist_prims.repair.registers import SharedRegisters
 
 LIMIT = 60.0
 pytestmark = pytest.mark.usefixtures("loopback_addresses")
@@ -367,3 +369,23 @@ def test_names_of_repaired_groups_are_their_own(tmp_path: Path) -> None:
         return total(), total(other)
 
     assert run_ranks(body, 4, tmp_path) == [(3, 3)] * 3 + [-signal.SIGKILL]
+
+
+def test_a_full_log_says_what_to_do_once() -> None:
+    """The error once gave two remedies: of the log, and of the agreement that writes into it."""
+
+    def body() -> str:
+        registers = SharedRegisters(backend_of(), "agreement")
+
+        def fill() -> None:
+            while True:
+                registers.announce("x" * 1000)
+
+        with pytest.raises(CommError) as caught:
+            fill()
+        return str(caught.value)
+
+    (error,) = dist_prims.spawn(body, 1, backend="dist_prims", timeout=60)
+    assert re.fullmatch(
+        r"the group cannot be repaired any more: rank 0: [^;]*; end the processes and start the group again", error
+    )

@@ -24,7 +24,9 @@ void stage_outputs(CollectiveCall& call) {
     if (std::none_of(call.outputs.begin(), call.outputs.end(), needs_staging)) return;
     call.user_outputs = call.outputs;
     for (at::Tensor& output : call.outputs) {
-        if (needs_staging(output)) output = packed_buffer(output);
+        if (!needs_staging(output)) continue;
+        must_be_distinct(name_of(call.announced.collective), output);
+        output = packed_buffer(output);
     }
 }
 

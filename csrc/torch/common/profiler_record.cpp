@@ -2,6 +2,7 @@
 
 #include <c10/util/ThreadLocalDebugInfo.h>
 
+#include <string_view>
 #include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
 #include <tuple>
 
@@ -63,8 +64,10 @@ void ProfilerRecord::start(at::StepCallbacks callbacks, ProfiledCall call) {
     if (like.defined() && !like.is_cpu()) return;  // NCCL makes the event
     // 2. The numbers that NCCL's records have, so that the same tools can read them.
     int64_t in = elements_of(call.inputs), out = elements_of(call.outputs);
-    if (call.peer >= 0 && !has_input) in = out * call.size;   // scatter, on a rank that is not the root
-    if (call.peer >= 0 && !has_output) out = in * call.size;  // gather
+    // A rank that is not the root may have no input of a scatter or broadcast, and no output of a gather or reduce.
+    const std::string_view name = call.name;
+    if (!has_input) in = name == "scatter" ? out * call.size : out;
+    if (!has_output) out = name == "gather" ? in * call.size : in;
     const at::ScalarType dtype = like.defined() ? like.scalar_type() : at::kByte;
     const int rank = call.peer >= 0 ? static_cast<int>(call.peer) : call.rank;
     const RankRange range(call.global_ranks);

@@ -2,6 +2,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/MemoryOverlap.h>
+#include <ATen/TensorUtils.h>
 #include <c10/util/SmallVector.h>
 #include <torch/headeronly/version.h>
 
@@ -243,11 +244,19 @@ Tensors split_into_blocks(const char* what, const at::Tensor& tensor, int size, 
         TORCH_CHECK_VALUE(tensor.numel() % size == 0, what, ": ", tensor.numel(),
                           " elements cannot be shared evenly by ", size, " ranks");
         const bool splits_rows = !tensor.is_contiguous() && rows % size == 0;  // view(-1) may not exist
-        return splits_rows ? tensor.split_with_sizes(std::vector<int64_t>(blocks, rows / size))
-                           : tensor.view(-1).split_with_sizes(std::vector<int64_t>(blocks, tensor.numel() / size));
+        if (splits_rows) return tensor.split_with_sizes(std::vector<int64_t>(blocks, rows / size));
+        const at::DimVector flat{tensor.numel()};
+        TORCH_CHECK_VALUE(at::detail::computeStride(tensor.sizes(), tensor.strides(), flat), what,
+                          ": the output of shape ", tensor.sizes(), " with strides ", tensor.strides(),
+                          " has no blocks for ", size,
+                          " ranks that are views of it; give a contiguous output, and copy it afterwards");
+        return tensor.view(-1).split_with_sizes(std::vector<int64_t>(blocks, tensor.numel() / size));
     }
-    TORCH_CHECK_VALUE(splits.size() == blocks && std::accumulate(splits.begin(), splits.end(), int64_t{0}) == rows,
-                      what, ": ", splits.size(), " split sizes must be ", size, " and add up to ", rows);
+    const bool is_whole = std::accumulate(splits.begin(), splits.end(), int64_t{0}) == rows;
+    const bool is_negative = std::any_of(splits.begin(), splits.end(), [](int64_t length) { return length < 0; });
+    TORCH_CHECK_VALUE(splits.size() == blocks && is_whole && !is_negative && tensor.dim() > 0, what,
+                      ": the split sizes ", at::IntArrayRef(splits), " do not fit a tensor of shape ", tensor.sizes(),
+                      "; give ", size, " sizes, one for each rank, none negative, that add up to its first dimension");
     return tensor.split_with_sizes(splits);
 }
 
