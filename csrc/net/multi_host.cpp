@@ -316,7 +316,8 @@ Terms MultiHostGroup::agree_and_carry(const Call& call, const CarriedData& data,
     Outcome outcome;
     std::memcpy(static_cast<void*>(&outcome), slots.theirs(0), sizeof(outcome));
     const Difference& calls = outcome.difference;
-    if (calls.other_rank >= 0) throw_mismatch(rank(), calls.rank, calls.call, calls.other_rank, calls.other);
+    if (calls.other_rank >= 0)
+        throw_mismatch(host_segment_.membership.own_name(), calls.rank, calls.call, calls.other_rank, calls.other);
     if (outcome.is_moved) data.piggyback->copy_outputs(slots.theirs(0) + Outcome::kSlotBytes);
     return outcome.terms;
 }

@@ -367,11 +367,13 @@ void RemotePeers::send_notice() {
     }
 }
 
-// The request in an error message, such as "recv(4 bytes from rank 1, tag 0)".
+// The request in an error message, such as "recv(4 bytes from rank 1, tag 0)", after the call that it belongs to.
 std::string RemotePeers::text(const RemoteRequest& request) const {
     const std::string peer = request.peer == Transport::kAnyone ? "any rank" : membership_.title(request.peer);
     const std::string tag = request.tag > tags.largest_of_users() ? "" : ", tag " + std::to_string(request.tag);
-    const std::string call = request.tag == tags.barrier() ? "monitored_barrier: " : "";
+    const std::string call = request.tag == tags.barrier()     ? "monitored_barrier: "
+                             : tags.is_collective(request.tag) ? slow_call_.call().text() + ": "
+                                                               : "";
     return call + (request.outgoing ? "send(" : "recv(") + std::to_string(request.bytes) + " bytes " +
            (request.outgoing ? "to " : "from ") + peer + tag + ")";
 }

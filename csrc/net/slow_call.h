@@ -29,6 +29,7 @@ public:
     // Called at the end of each wait of the call, and at intervals in a long one. Prints the line after a tenth of the
     // timeout, once for a call, and once within the timeout for a process.
     void look(Transport& transport, const Membership& membership);
+    const Call& call() const { return call_; }
 
 private:
     using Delivered = std::map<int, Transport::Delivered>;

@@ -61,7 +61,7 @@ void finish_in_place(HostSegment& host_segment, const std::byte* data, std::size
     host_segment.slots.phase();
     host_segment.slots.check_abort();
     if (Exporter::instance().ref_of(data, bytes).is_shared()) return;
-    throw std::runtime_error("rank " + std::to_string(host_segment.slots.rank()) +
+    throw std::runtime_error(host_segment.membership.own_name() +
                              ": the result of a collective is lost: another collective on the same tensor failed at "
                              "the same time; fill the tensor again before you use it");
 }

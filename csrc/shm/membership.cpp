@@ -238,8 +238,8 @@ void Membership::throw_timeout(const std::string& what, const WaitGraph::Verdict
     const Notice first = *notice();
     if (first.kind != CommError::Kind::kTimeout) check_abort([&] { return what; });
     const std::string late_ranks = verdict_text(verdict_of(first.culprit));
-    throw CommError(CommError::Kind::kTimeout, "rank " + std::to_string(group_rank(rank_)) + ": timeout after " + what +
-                                                   (late_ranks.empty() ? "" : ": " + late_ranks));
+    throw CommError(CommError::Kind::kTimeout,
+                    own_name() + ": timeout after " + what + (late_ranks.empty() ? "" : ": " + late_ranks));
 }
 
 // The verdict of the rank that has timed out: empty in a group that spans hosts, where no rank writes one.
@@ -304,13 +304,12 @@ std::string Membership::error_text(const Notice& notice, const std::string& what
                 return ranks + " cannot be reached, in " + what + "; see whether its process has ended, and look for " +
                        firewall_text();
             if (culprit == group_rank(rank_))
-                return "rank " + std::to_string(culprit) + ": another rank has lost the connection with this rank in " +
-                       what + "; see the error of that rank and whether the link is up, and create the group again";
+                return own_name() + ": another rank has lost the connection with this rank in " + what +
+                       "; see the error of that rank and whether the link is up, and create the group again";
             return ranks + loss_text(culprit) + " in " + what + "; see its last output, and create the group again";
         case CommError::Kind::kPeerLeft:
             if (culprit == group_rank(rank_))
-                return "rank " + std::to_string(culprit) + ": the group was destroyed or aborted on this rank in " +
-                       what;
+                return own_name() + ": the group was destroyed or aborted on this rank in " + what;
             return ranks + " has left the group in " + what + "; every rank must make the same calls before it leaves";
         case CommError::Kind::kInterrupted:
             return ranks + " was interrupted in " + what + "; the group has ended, create it again";

@@ -41,8 +41,9 @@ using Clock = std::chrono::steady_clock;
 // The numbers and titles of ranks in errors. The group rank is a rank's number in the group, the local rank its number
 // on its host. If the group has one host the two are equal, and both lists are empty.
 struct RankNames {
-    std::vector<int> group_ranks;     // by local rank
-    std::vector<std::string> titles;  // by group rank, for example "rank 5 on host b"
+    std::vector<int> group_ranks{};     // by local rank
+    std::vector<std::string> titles{};  // by group rank, for example "rank 5 on host b"
+    std::string group{};                // which group, for example " of group [2, 3]"; empty if it needs no name
 
     int group_rank(int local_rank) const {
         return group_ranks.empty() ? local_rank : group_ranks[static_cast<std::size_t>(local_rank)];
@@ -50,6 +51,8 @@ struct RankNames {
     std::string title(int rank) const {
         return titles.empty() ? "rank " + std::to_string(rank) : titles[static_cast<std::size_t>(rank)];
     }
+    // How errors of this rank begin: "rank 3", or "rank 1 of group [2, 3]".
+    std::string own_name(int local_rank) const { return "rank " + std::to_string(group_rank(local_rank)) + group; }
 };
 
 class Membership {
@@ -77,8 +80,7 @@ public:
     // The pid of a rank, or 0 if the rank runs in another PID namespace, where its pid has no meaning here.
     int process(int rank) const;
     int group_rank(int local_rank) const { return names_.group_rank(local_rank); }
-    // How errors of this rank begin: "rank 3".
-    std::string own_name() const { return "rank " + std::to_string(group_rank(rank_)); }
+    std::string own_name() const { return names_.own_name(rank_); }
     std::string title(int rank) const { return names_.title(rank); }
 
     // Publishes the core that this rank runs on. A waiting thread calls it before shares_core().

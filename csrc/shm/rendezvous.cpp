@@ -160,7 +160,7 @@ protected:
     }
 
     [[noreturn]] void fail(Kind kind, const std::string& what) const {
-        throw CommError(kind, "rank " + std::to_string(options_.names.group_rank(options_.rank)) + ": " + what);
+        throw CommError(kind, options_.names.own_name(options_.rank) + ": " + what);
     }
 
     std::string title(int rank) const { return options_.names.title(options_.names.group_rank(rank)); }

@@ -104,7 +104,8 @@ void SlotExchange::phase() {
     move_trace_step(1);
     // 3. The first phase of a call compares the calls.
     if (std::exchange(compares_, false)) {
-        if (const int peer = differing_rank(); peer >= 0) throw_mismatch(rank(), 0, call(0), peer, call(peer));
+        if (const int peer = differing_rank(); peer >= 0)
+            throw_mismatch(membership_.own_name(), 0, call(0), peer, call(peer));
     }
 }
 
@@ -144,7 +145,8 @@ int SlotExchange::differing_rank() const {
     return -1;
 }
 
-void throw_mismatch(int rank, int first, const Call& first_call, int second, const Call& second_call) {
+void throw_mismatch(const std::string& own_name, int first, const Call& first_call, int second,
+                    const Call& second_call) {
     const auto text = [](int rank, const Call& call) {
         return "ank " + std::to_string(rank) + " calls " + call.text();  // after "R" or "r"
     };
@@ -153,9 +155,9 @@ void throw_mismatch(int rank, int first, const Call& first_call, int second, con
             ? "The ranks have registered different steps under this name, as the fingerprints after the # show; "
               "register the same function on every rank"
             : "Every rank of a group must make the same calls in the same order with the same arguments";
-    throw CommError(CommError::Kind::kMismatch,
-                    "rank " + std::to_string(rank) + ": ranks disagree, no data was touched. R" +
-                        text(first, first_call) + "; r" + text(second, second_call) + ". " + remedy);
+    throw CommError(CommError::Kind::kMismatch, own_name + ": ranks disagree, no data was touched. R" +
+                                                    text(first, first_call) + "; r" + text(second, second_call) + ". " +
+                                                    remedy);
 }
 
 // Called at intervals by a wait that is long. Throws if a rank that is behind has failed, or after the timeout.

@@ -43,7 +43,8 @@ namespace dist_prims {
 
 // Throws Mismatch. Every rank calls it when the calls of two ranks differ.
 // `rank`: this rank; the others: the two ranks and their calls.
-[[noreturn]] void throw_mismatch(int rank, int first, const Call& first_call, int second, const Call& second_call);
+[[noreturn]] void throw_mismatch(const std::string& own_name, int first, const Call& first_call, int second,
+                                 const Call& second_call);
 
 class SlotExchange {
 public:

@@ -59,6 +59,29 @@ def test_a_death_is_known_on_every_host(count: int) -> None:
         span("a a b b c c", body)
 
 
+@pytest.mark.parametrize(
+    ("layout", "members", "transfer"),
+    [
+        ("a a a", "0, 2", ""),
+        ("a b b", "0, 2", r"recv\(\d+ bytes from rank 1 on host b\)"),
+        pytest.param("a a a a a a a a a a", "0, 2, 3, 4, 5, 6, 7, 8, ... 9", "", marks=pytest.mark.slow),
+    ],
+)
+def test_an_error_of_a_subgroup_names_it_and_the_call(layout: str, members: str, transfer: str) -> None:
+    """A reader took "rank 1" for the global rank 1, which was healthy; and between hosts only the message was named."""
+
+    def body() -> None:
+        group = dist.new_group([0, *range(2, dist.get_world_size())], timeout=timedelta(seconds=1))
+        if dist.get_rank() == 0:
+            call = r"all_reduce\(SUM, float32, 5 elements.*\) as call number 1: "
+            with pytest.raises(CommTimeoutError, match=rf"^rank 0 of group \[{members}\]: .*{call}{transfer}"):
+                dist.all_reduce(torch.ones(5), group=group)
+            has_raised()
+        await_raised(1)
+
+    span(layout, body)
+
+
 @pytest.mark.parametrize("layout", ["a a a", pytest.param("a a b", marks=pytest.mark.slow)])
 def test_a_wait_with_a_limit_ends_the_group_and_writes_nothing_late(layout: str) -> None:
     def body() -> None:

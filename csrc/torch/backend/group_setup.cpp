@@ -16,6 +16,19 @@ std::vector<std::string> rank_descriptions(const std::vector<std::string>& hosts
     return descriptions;
 }
 
+// The group in errors by the global ranks of its ranks: " of group [2, 3]". Empty if each rank is its own global rank.
+std::string group_text(const std::vector<uint64_t>& ranks) {
+    constexpr std::size_t kMostListed = 8;
+    std::string text;
+    bool is_renumbered = false;
+    for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
+        is_renumbered |= ranks[rank] != rank;
+        if (rank < kMostListed) text += (rank ? ", " : "") + std::to_string(ranks[rank]);
+    }
+    if (ranks.size() > kMostListed) text += ", ... " + std::to_string(ranks.back());
+    return is_renumbered ? " of group [" + text + "]" : "";
+}
+
 // The transport between hosts. Takes the endpoints out of the setup.
 std::unique_ptr<Transport> make_transport(int rank, const Setup& setup) {
     if (setup.mpi) return std::move(setup.mpi->transport);
@@ -50,7 +63,8 @@ std::shared_ptr<HostSegment> make_host_segment(const c10::intrusive_ptr<c10d::St
     const std::vector<int>& here = hosts.ranks[hosts.mine];
     const std::vector<int> local_rank_of = hosts.local_ranks();
     const int local_rank = local_rank_of[static_cast<std::size_t>(rank)], local_size = static_cast<int>(here.size());
-    const RankNames names = hosts.ranks.size() == 1 ? RankNames{} : RankNames{here, rank_descriptions(setup.hosts)};
+    RankNames names{.group = group_text(setup.ranks)};
+    if (hosts.ranks.size() > 1) names = {here, rank_descriptions(setup.hosts), names.group};
     std::size_t slot = std::max(setup.slot_bytes, HostSegment::min_slot_bytes(local_size));
     if (hosts.ranks.size() > 1) slot = std::max(slot, MultiHostGroup::kMinSlotBytes);
     // 2. The first of them makes the memory, and the others map it.
