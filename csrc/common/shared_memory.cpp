@@ -43,12 +43,6 @@ FileId id_of(const Descriptor& file) {
     return ::fstat(file.get(), &facts) == 0 ? FileId{facts.st_dev, facts.st_ino} : FileId{};
 }
 
-Descriptor make_memory(std::size_t bytes) {
-    Descriptor memory = make_sparse_memory("dist_prims", bytes);
-    reserve(memory, 0, bytes);
-    return memory;
-}
-
 Descriptor make_sparse_memory(const char* name, std::size_t bytes) {
     Descriptor memory(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (memory.get() < 0) throw_errno("memfd_create");
@@ -59,9 +53,7 @@ Descriptor make_sparse_memory(const char* name, std::size_t bytes) {
     return memory;
 }
 
-// A signal makes older kernels undo a whole fallocate(). So the memory is reserved piece by piece, and in smaller
-// pieces after each interruption: the loop ends whatever the rate of signals.
-void reserve(const Descriptor& memory, std::size_t begin, std::size_t bytes) {
+void check_available(std::size_t bytes) {
     constexpr std::size_t kLarge = 64 << 20;  // a reservation of so many bytes takes far longer than available_memory()
     const std::size_t available = bytes < kLarge ? bytes : available_memory();
     if (bytes > available) {
@@ -70,6 +62,12 @@ void reserve(const Descriptor& memory, std::size_t begin, std::size_t bytes) {
                     " bytes of shared memory: the machine or the control group of this process has " +
                     std::to_string(available) + " left");
     }
+}
+
+// A signal makes older kernels undo a whole fallocate(). So the memory is reserved piece by piece, and in smaller
+// pieces after each interruption: the loop ends whatever the rate of signals.
+void reserve(const Descriptor& memory, std::size_t begin, std::size_t bytes) {
+    check_available(bytes);
     std::size_t piece = kLargestPiece;
     for (std::size_t done = 0; done < bytes;) {
         const std::size_t next = std::min(piece, bytes - done);

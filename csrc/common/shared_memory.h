@@ -57,13 +57,13 @@ struct FileId {
 
 FileId id_of(const Descriptor& file);  // zeros for no file
 
-// Makes `bytes` of memory and reserves all pages: a shortage is an error here, not a SIGBUS at the first access.
-Descriptor make_memory(std::size_t bytes);
-
 // Makes `bytes` of memory without pages. The name appears in the list of mappings of a process.
 Descriptor make_sparse_memory(const char* name, std::size_t bytes);
-// reserve() allocates pages of sparse memory; new pages read as zero. discard() frees pages, even while other processes
-// map them. `begin` and `bytes` must be multiples of a page.
+// Throws std::system_error if the machine or the control group of this process has fewer bytes left.
+void check_available(std::size_t bytes);
+// reserve() allocates pages of sparse memory, on the NUMA node of the calling thread; new pages read as zero. A
+// shortage is an error here, not a SIGBUS at the first access. discard() frees pages, even while other processes map
+// them; `begin` and `bytes` must be multiples of a page.
 void reserve(const Descriptor& memory, std::size_t begin, std::size_t bytes);
 void discard(const Descriptor& memory, std::size_t begin, std::size_t bytes) noexcept;
 

@@ -26,6 +26,28 @@ struct HostSegment {
                SharedLog::bytes(size);
     }
 
+    // Makes the memory on rank 0, with the pages that rank 0 reserves.
+    static Descriptor make_memory(int size, std::size_t slot) {
+        Descriptor memory = make_sparse_memory("dist_prims", bytes(size, slot));
+        check_available(
+            bytes(size, slot));  // for all ranks: what each of them reserves may be too little to be checked
+        reserve_pages(memory, 0, size, slot);
+        return memory;
+    }
+
+    // Reserves the slots of a rank and the ring buffers to which it writes; rank 0 reserves all other pages too. The
+    // kernel takes the pages from the NUMA node of the calling thread, so every rank calls this itself. No rank reads
+    // pages that another rank has yet to reserve: that rank has not posted a phase or a message.
+    static void reserve_pages(const Descriptor& memory, int rank, int size, std::size_t slot) {
+        const auto reserve_range = [&](std::size_t begin, std::size_t end) { reserve(memory, begin, end - begin); };
+        const std::size_t exchange = Membership::bytes(size);
+        const std::size_t rings = exchange + SlotExchange::bytes(size, slot);
+        const auto slots_end = exchange + SlotExchange::slots_begin(size, rank + 1, slot);
+        reserve_range(rank == 0 ? 0 : exchange + SlotExchange::slots_begin(size, rank, slot), slots_end);
+        reserve_range(rings + PointToPoint::rings_begin(size, rank), rings + PointToPoint::rings_begin(size, rank + 1));
+        if (rank == 0) reserve_range(rings + PointToPoint::bytes(size), bytes(size, slot));
+    }
+
     // For tests: sets the counters in new memory, before a rank uses it.
     struct Counters {
         std::uint64_t phase = 0, ring = 0;  // ring: bytes written to and read from each ring buffer; a multiple of 64

@@ -38,8 +38,8 @@ struct PointToPoint::RingState {
     alignas(kCacheLine) std::atomic<std::uint64_t> read;
 };
 
-std::size_t PointToPoint::bytes(int size) {
-    return index(size) * index(size) * (sizeof(RingState) + ring_bytes_for(size));
+std::size_t PointToPoint::rings_begin(int size, int rank) {
+    return index(rank) * index(size) * (sizeof(RingState) + ring_bytes_for(size));
 }
 
 void PointToPoint::set_counters(std::byte* place, int size, std::uint64_t value) {

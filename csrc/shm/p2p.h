@@ -83,7 +83,9 @@ public:
     };
     using Handle = std::shared_ptr<LocalRequest>;
 
-    static std::size_t bytes(int size);
+    static std::size_t bytes(int size) { return rings_begin(size, size); }
+    // The offset of the ring buffers to which a rank writes in these bytes. Those of the next rank follow.
+    static std::size_t rings_begin(int size, int rank);
 
     // For tests: lets the counters of new memory begin at `value`, a multiple of 64. To be called before a rank uses
     // the memory.

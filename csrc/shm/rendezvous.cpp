@@ -383,9 +383,8 @@ private:
 
 }  // namespace
 
-RendezvousResult host_rendezvous(const RendezvousOptions& options, std::size_t bytes,
+RendezvousResult host_rendezvous(const RendezvousOptions& options, Descriptor memory,
                                  const std::function<void(const std::string&)>& publish_word) {
-    Descriptor memory = make_memory(bytes);
     if (options.size == 1) return {std::move(memory), {nullptr}};
     std::vector<ExitDescriptor> exits = Server(options, memory).serve(publish_word);
     return {std::move(memory), std::move(exits)};

@@ -42,9 +42,9 @@ struct RendezvousResult {
     std::vector<ExitDescriptor> exits;  // of each rank's process; null for ranks of this process
 };
 
-// Rank 0: makes `bytes` of memory, passes the word of this rendezvous to `publish_word`, and serves the ranks 1 to size
-// - 1. Throws CommError if a rank dies, gives up or times out.
-RendezvousResult host_rendezvous(const RendezvousOptions& options, std::size_t bytes,
+// Rank 0: passes the word of this rendezvous to `publish_word`, and serves the memory to the ranks 1 to size - 1.
+// Throws CommError if a rank dies, gives up or times out.
+RendezvousResult host_rendezvous(const RendezvousOptions& options, Descriptor memory,
                                  const std::function<void(const std::string&)>& publish_word);
 
 // Every other rank: asks rank 0. `word` returns the word that rank 0 has published, or an empty string before that.

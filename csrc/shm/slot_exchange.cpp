@@ -29,8 +29,9 @@ struct SlotExchange::PhaseEntry {
     std::atomic<std::uint64_t> calls, number;
 };
 
-std::size_t SlotExchange::bytes(int size, std::size_t capacity) {
-    return static_cast<std::size_t>(size) * (sizeof(PhaseEntry) + 2 * round_up_to_line(capacity));
+std::size_t SlotExchange::slots_begin(int size, int rank, std::size_t capacity) {
+    return static_cast<std::size_t>(size) * sizeof(PhaseEntry) +
+           2 * static_cast<std::size_t>(rank) * round_up_to_line(capacity);
 }
 
 void SlotExchange::set_counters(std::byte* place, int size, std::uint64_t value) {
@@ -59,8 +60,7 @@ SlotExchange::PhaseEntry& SlotExchange::entry(int rank) const {
 }
 
 std::byte* SlotExchange::slot(int rank, std::uint64_t phase) const {
-    std::byte* slots = place_ + static_cast<std::size_t>(size()) * sizeof(PhaseEntry);
-    return slots + (2 * static_cast<std::size_t>(rank) + (phase & 1)) * capacity_;
+    return place_ + slots_begin(size(), rank, capacity_) + (phase & 1) * capacity_;
 }
 
 const Call& SlotExchange::call(int rank) const {

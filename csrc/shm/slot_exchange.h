@@ -49,7 +49,9 @@ namespace dist_prims {
 class SlotExchange {
 public:
     // The bytes of shared memory for `size` ranks, with two slots of `capacity` bytes for each.
-    static std::size_t bytes(int size, std::size_t capacity);
+    static std::size_t bytes(int size, std::size_t capacity) { return slots_begin(size, size, capacity); }
+    // The offset of the two slots of a rank in these bytes. The slots of the next rank follow.
+    static std::size_t slots_begin(int size, int rank, std::size_t capacity);
 
     // For tests: sets the counters in new memory, before a rank uses it.
     static void set_counters(std::byte* place, int size, std::uint64_t value);

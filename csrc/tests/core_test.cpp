@@ -373,7 +373,7 @@ CASE(rendezvous_rejects_garbage) {
             word = text;
             reported.store(true, std::memory_order_release);
         };
-        CHECK(host_rendezvous(how, 8192, tell).memory.get() >= 0);
+        CHECK(host_rendezvous(how, reserved_memory(8192), tell).memory.get() >= 0);
     });
     while (!reported.load(std::memory_order_acquire)) std::this_thread::yield();
     std::mt19937 random(1);

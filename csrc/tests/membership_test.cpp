@@ -78,7 +78,7 @@ RendezvousOptions rendezvous(int rank, int size, std::chrono::milliseconds timeo
 // The rendezvous number `turn` of these ranks.
 RendezvousResult meet(const SharedPage& shared, const RendezvousOptions& how, int turn = 0) {
     if (how.rank == 0) {
-        return host_rendezvous(how, 8192, [&](const std::string& word) {
+        return host_rendezvous(how, reserved_memory(8192), [&](const std::string& word) {
             std::memcpy(shared->word, word.c_str(), word.size() + 1);
             shared->words = turn + 1;
         });
@@ -333,7 +333,7 @@ CASE(rendezvous_of_many_ranks) {
 
 CASE(an_interrupted_reservation) {
     interruptions = 30;
-    const Descriptor memory = make_memory(std::size_t{100} << 20);
+    const Descriptor memory = reserved_memory(std::size_t{100} << 20);
     CHECK(interruptions <= 0);
     CHECK(Mapping(memory).size() == std::size_t{100} << 20);
 }

@@ -13,7 +13,7 @@ using namespace dist_prims;
 namespace {
 
 std::shared_ptr<const Mapping> log_memory(int size) {
-    return std::make_shared<Mapping>(make_memory(SharedLog::bytes(size)));
+    return std::make_shared<Mapping>(reserved_memory(SharedLog::bytes(size)));
 }
 
 }  // namespace
@@ -56,7 +56,7 @@ CASE(log_that_is_full) {
 CASE(log_after_a_death) {
     constexpr int kTexts = 40, kTextsOfChild = 64;
     for (int round = 0; round < 20; ++round) {
-        const Descriptor file = make_memory(SharedLog::bytes(2));
+        const Descriptor file = reserved_memory(SharedLog::bytes(2));
         const Child child([&] {  // the mapping of the parent is not inherited
             const auto own = std::make_shared<Mapping>(file);
             SharedLog log(own, own->data(), 1, 2);

@@ -136,9 +136,17 @@ bool fails(CommError::Kind kind, const Work& work, const std::string& text = "")
     return false;
 }
 
+inline Descriptor reserved_memory(std::size_t bytes) {
+    Descriptor memory = make_sparse_memory("dist_prims", bytes);
+    reserve(memory, 0, bytes);
+    return memory;
+}
+
 inline std::shared_ptr<const Mapping> memory_for(int size, std::size_t slot = kSlot,
                                                  const HostSegment::Counters& counters = {}) {
-    auto memory = std::make_shared<const Mapping>(make_memory(HostSegment::bytes(size, slot)));
+    const Descriptor file = HostSegment::make_memory(size, slot);
+    for (int rank = 1; rank < size; ++rank) HostSegment::reserve_pages(file, rank, size, slot);
+    auto memory = std::make_shared<const Mapping>(file);
     HostSegment::set_counters(*memory, size, slot, counters);
     return memory;
 }

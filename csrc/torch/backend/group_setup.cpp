@@ -67,7 +67,7 @@ std::shared_ptr<HostSegment> make_host_segment(const c10::intrusive_ptr<c10d::St
     if (hosts.ranks.size() > 1) names = {here, rank_descriptions(setup.hosts), names.group};
     std::size_t slot = std::max(setup.slot_bytes, HostSegment::min_slot_bytes(local_size));
     if (hosts.ranks.size() > 1) slot = std::max(slot, MultiHostGroup::kMinSlotBytes);
-    // 2. The first of them makes the memory, and the others map it.
+    // 2. The first of them makes the memory. Each reserves pages of it, on its own NUMA node.
     const std::string key = rendezvous_key(hosts);
     const auto ended_local_rank = [&] {
         const int ended_rank = ended();
@@ -78,10 +78,11 @@ std::shared_ptr<HostSegment> make_host_segment(const c10::intrusive_ptr<c10d::St
     const auto publish = [&](const std::string& word) { store->set(key, word); };
     const auto read = [&] { return store->check({key}) ? store->get_to_str(key) : std::string(); };
     RendezvousResult rendezvous = local_rank == 0
-                                      ? host_rendezvous(options, HostSegment::bytes(local_size, slot), publish)
+                                      ? host_rendezvous(options, HostSegment::make_memory(local_size, slot), publish)
                                       : join_rendezvous(options, read);
     auto host_segment = std::make_shared<HostSegment>(std::make_shared<Mapping>(rendezvous.memory), local_rank,
                                                       local_size, slot, names);
+    if (local_rank > 0) HostSegment::reserve_pages(rendezvous.memory, local_rank, local_size, slot);
     // 3. From here on, each wait in the group looks for deaths and for failures of other ranks.
     host_segment->one_shot_bytes = setup.one_shot_bytes;
     host_segment->membership.watch(std::move(rendezvous.exits));
