@@ -183,6 +183,7 @@ def _machine() -> Iterator[Fact]:
     yield "cores", f"{usable} usable of {total}{_quota()}"
     memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     yield "memory", f"{_bytes(int(memory['MemTotal'].split()[0]) * 1024)}, limit {_memory_limit()}"
+    yield "NUMA nodes", _numa_nodes()
     yield "/dev/shm", _shm()
     files, locked = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
     yield "open files", f"up to {files}"
@@ -205,6 +206,21 @@ def _memory_limit() -> str:
     except OSError:
         return "not known"
     return "none" if limit == "max" else _bytes(int(limit))
+
+
+def _numa_nodes() -> str:
+    """The cores and the memory of each NUMA node, and from which nodes this process may get shared memory.
+
+    The node is that of the core on which the process makes a group, or allocates a shared tensor.
+    """
+    folders = {int(folder.name[4:]): folder for folder in Path("/sys/devices/system/node").glob("node[0-9]*")}
+    nodes, own = [], []
+    for node, folder in sorted(folders.items()):
+        total = (folder / "meminfo").read_text().split()[3]  # "Node 0 MemTotal: 24684084 kB"
+        nodes.append(f"{node} (cores {(folder / 'cpulist').read_text().strip()}, {_bytes(int(total) * 1024)})")
+        if any((folder / f"cpu{core}").exists() for core in os.sched_getaffinity(0)):
+            own.append(str(node))
+    return f"{', '.join(nodes)}; this process gets shared memory of node {' or '.join(own)}" if nodes else "not known"
 
 
 def _shm() -> str:

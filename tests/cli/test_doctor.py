@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 import pytest
 from launching import LAUNCHER_VARIABLES, TORCH
@@ -35,6 +36,19 @@ def test_the_doctor_reports_what_is_here() -> None:
     ):
         assert re.search(rf"^{name} ", text, re.MULTILINE), name
     assert "no launcher" in text
+
+
+def test_the_doctor_lists_the_numa_nodes_and_the_nodes_of_this_process() -> None:
+    folders = [*Path("/sys/devices/system/node").glob("node[0-9]*")]
+    if not folders:
+        pytest.skip("this system does not show its NUMA nodes")
+    (row,) = re.findall(r"^NUMA nodes +(.*); this process gets shared memory of node (.*)$", report(), re.MULTILINE)
+    nodes = re.findall(r"(\d+) \(cores ([\d,-]*), ([\d.]+) ([GM])iB\)", row[0])
+    assert {f"node{node}" for node, *_ in nodes} == {folder.name for folder in folders}
+    memory = sum(float(amount) * 1024 ** "MG".index(unit) for *_, amount, unit in nodes)  # MiB
+    assert memory == pytest.approx(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**20, rel=0.02)
+    own = {next(Path(f"/sys/devices/system/cpu/cpu{core}").glob("node*")).name for core in os.sched_getaffinity(0)}
+    assert {f"node{node}" for node in row[1].split(" or ")} == own
 
 
 @pytest.mark.parametrize(
