@@ -45,7 +45,8 @@ class Library:
     """A contender.
 
     ``entry``: its function in library_rank.py. ``packages``: of its environment ``home``; without any, it runs in this
-    one. ``starter``: the command that starts the ranks; without one, they are started directly.
+    one. ``starter``: the command that starts the ranks; without one, they are started directly. ``threaded``: settings
+    with several threads a rank; a library without any reads ``OMP_NUM_THREADS``, or has one thread.
     """
 
     entry: str
@@ -53,7 +54,8 @@ class Library:
     packages: tuple[str, ...] = ()
     starter: tuple[str, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
-    crowded: Mapping[str, str] = field(default_factory=dict)  # settings with more ranks than cores
+    threaded: Mapping[str, str] = field(default_factory=dict)
+    crowded: Mapping[str, str] = field(default_factory=dict)  # settings with more ranks, and their threads, than cores
 
 
 _OPENMPI = {
@@ -68,7 +70,8 @@ _IMPI_RING = {"I_MPI_ADJUST_ALLREDUCE": f"8:{(1 << 20) + 1}-{(1 << 31) - 1}"}
 # The calling thread does the work, because a worker for each rank would need a core of its own; except with more ranks
 # than cores, because only threads that wait for a worker yield their core.
 _CCL = {"CCL_ATL_TRANSPORT": "mpi", "CCL_ALLREDUCE": "direct", "CCL_WORKER_OFFLOAD": "0"}
-_CCL_YIELDS = {"CCL_YIELD": "sched_yield", "CCL_SPIN_COUNT": "1", "CCL_WORKER_COUNT": "1", "CCL_WORKER_OFFLOAD": "1"}
+_CCL_WORKERS = {"CCL_WORKER_COUNT": "{threads}", "CCL_WORKER_OFFLOAD": "1"}
+_CCL_YIELDS = {"CCL_YIELD": "sched_yield", "CCL_SPIN_COUNT": "1", **_CCL_WORKERS}
 _DEEPSPEED = {"TORCH_EXTENSIONS_DIR": "{home}/extensions", "DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "{ranks}"}
 _TORCH = f"torch=={torch.__version__.partition('+')[0]}"
 _MPIRUN = ("mpirun", "-n")
@@ -76,13 +79,16 @@ _MPIRUN = ("mpirun", "-n")
 LIBRARIES = {
     "dist_prims": Library("dist_prims"),
     "direct": Library("direct"),
+    "zero_copy": Library("zero_copy"),
     "gloo": Library("gloo"),
     "openmpi": Library(
         "mpi", "openmpi", ("openmpi>=5,<6", "mpi4py", "numpy"), ("mpirun", "--bind-to", "none", "-n"), _OPENMPI
     ),
     "mpich": Library("mpi", "mpich", ("mpich", "mpi4py", "numpy"), _MPIRUN),
-    "impi": Library("mpi", "impi", ("impi-rt", "mpi4py", "numpy"), _MPIRUN, _IMPI, _IMPI_YIELDS),
-    "impi_ring": Library("mpi", "impi", ("impi-rt", "mpi4py", "numpy"), _MPIRUN, {**_IMPI, **_IMPI_RING}, _IMPI_YIELDS),
+    "impi": Library("mpi", "impi", ("impi-rt", "mpi4py", "numpy"), _MPIRUN, _IMPI, {}, _IMPI_YIELDS),
+    "impi_ring": Library(
+        "mpi", "impi", ("impi-rt", "mpi4py", "numpy"), _MPIRUN, {**_IMPI, **_IMPI_RING}, {}, _IMPI_YIELDS
+    ),
     "deepspeed": Library(
         "deepspeed", "deepspeed", (_TORCH, "deepspeed", "numpy", "ninja", "setuptools"), (), _DEEPSPEED
     ),
@@ -92,6 +98,7 @@ LIBRARIES = {
         ("oneccl-devel", "impi-devel", "numpy"),
         _MPIRUN,
         {**_IMPI, **_CCL},
+        _CCL_WORKERS,
         {**_IMPI_YIELDS, **_CCL_YIELDS},
     ),
 }
@@ -137,6 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--ranks", type=positive, default=2)
+    parser.add_argument("--threads", type=positive, default=1, help="of a rank, for libraries that use threads (1)")
     parser.add_argument("--sizes", type=sizes, default="8,4K,64K,1M,4M,16M,64M", help="8,64K,16M or 8:64M or 8:64M/8")
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--only", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
@@ -160,7 +168,7 @@ def _check_environment(library: Library, home: Path, is_wanted: bool) -> None:
     print(f"building {home.name}", file=sys.stderr, flush=True)
     shutil.rmtree(home, ignore_errors=True)
     home.parent.mkdir(parents=True, exist_ok=True)
-    environment = _environment(library, home, 1)
+    environment = _environment(library, home, 1, 1)
     for command in (
         [sys.executable, "-m", "venv", str(home)],
         [str(home / "bin/python"), "-m", "pip", "install", "--quiet", *library.packages],
@@ -178,12 +186,13 @@ def run_once(name: str, given: argparse.Namespace, round: int) -> tuple[list[dic
         (place / "page").write_bytes(bytes(64 * (given.ranks + 1)))  # for the barrier
         shutil.copy(PROGRAM, place)  # without its neighbours, which would shadow modules
         iterations = {nbytes: max(3, -(-iterations_for(nbytes) // given.rounds)) for nbytes in given.sizes}
-        orders = {"entry": library.entry, "home": str(home), "place": folder, "ranks": given.ranks, "round": round}
+        orders = {"entry": library.entry, "home": str(home), "place": folder, "round": round}
+        orders |= {"ranks": given.ranks, "threads": given.threads}
         orders |= {"iterations": iterations, "budget": given.seconds / 3 / len(given.sizes), "seconds": given.seconds}
         (place / "orders.json").write_text(json.dumps(orders))
         python = str(home / "bin/python") if library.packages else sys.executable
         program = [python, str(place / PROGRAM.name), "measure", str(place / "orders.json")]
-        own = _environment(library, home, given.ranks)
+        own = _environment(library, home, given.ranks, given.threads)
         try:
             if library.starter:
                 starter = [str(home / "bin" / library.starter[0]), *library.starter[1:]]
@@ -201,16 +210,22 @@ def run_once(name: str, given: argparse.Namespace, round: int) -> tuple[list[dic
         return slowest([place / f"rank-{rank}.jsonl" for rank in range(given.ranks)]), reason
 
 
-def _environment(library: Library, home: Path, ranks: int) -> dict[str, str]:
+def _environment(library: Library, home: Path, ranks: int, threads: int) -> dict[str, str]:
     """The environment variables of a rank: this process's variables, with the commands of ``home`` first."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     if library.packages:
         environment["PATH"] = f"{home / 'bin'}{os.pathsep}{environment.get('PATH', '')}"
         environment.pop("PYTHONPATH", None)
     else:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
-    settings = {**library.settings, **(library.crowded if ranks > CORES else {})}
-    return environment | {name: value.format(home=home, ranks=ranks) for name, value in settings.items()}
+    settings, running = dict(library.settings), ranks
+    if threads > 1 and library.threaded:
+        settings |= library.threaded
+        running *= threads
+    if running > CORES:
+        settings |= library.crowded
+    values = {"home": home, "ranks": ranks, "threads": threads}
+    return environment | {name: value.format(**values) for name, value in settings.items()}
 
 
 def run(commands: Sequence[Sequence[str]], seconds: float, environments: Sequence[Mapping[str, str]]) -> None:
@@ -279,7 +294,8 @@ def table(
     for nbytes in given.sizes:
         medians = [statistics.median(seconds[name, nbytes]) if (name, nbytes) in seconds else None for name in names]
         rows.append([str(nbytes), *("" if median is None else f"{median * 1e6:.1f}" for median in medians)])
-    lines = [f"all_reduce, {given.ranks} ranks on {CORES} cores, microseconds, median of {given.rounds} rounds", ""]
+    of = f"{given.ranks} ranks of {given.threads} threads on {CORES} cores"
+    lines = [f"all_reduce, {of}, microseconds, median of {given.rounds} rounds", ""]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([*lines, "", f"wrong elements: {wrong}", *(f"{name}: {why}" for name, why in missing.items())])
 

@@ -34,7 +34,7 @@ _SMALL, _CALLS_IN_A_ROW, _WARMUP = 64 * 1024, 50, 2
 _PERIOD = 13  # of the values, as in cases.py
 
 Array = npt.NDArray[np.float32]
-Bind = Callable[[Array], Callable[[], Any]]  # returns the call for a buffer
+Bind = Callable[[Array], tuple[Array, Callable[[], Any]]]  # returns the buffer, or memory of the library, and its call
 
 
 class SharedMemoryBarrier:
@@ -73,8 +73,8 @@ def measure(
     """The seconds of each iteration on this rank, and the number of wrong elements of all iterations."""
     count = max(nbytes // 4, 1)
     pattern = (np.arange(count + _PERIOD) % _PERIOD).astype(np.float32)
-    buffer, expected = _aligned(count), np.empty(count, np.float32)
-    call, calls = bind(buffer), _CALLS_IN_A_ROW if nbytes <= _SMALL else 1
+    expected, calls = np.empty(count, np.float32), _CALLS_IN_A_ROW if nbytes <= _SMALL else 1
+    buffer, call = bind(_aligned(count))
 
     def timed(times: int) -> float:
         barrier()
@@ -115,17 +115,19 @@ def _mpi(orders: dict[str, Any]) -> tuple[int, int, Bind]:
     mpi = import_module("mpi4py.MPI")
     world = mpi.COMM_WORLD
 
-    def bind(buffer: Array) -> Callable[[], Any]:
+    def bind(buffer: Array) -> tuple[Array, Callable[[], Any]]:
         given = [buffer, len(buffer), mpi.FLOAT]
-        return lambda: world.Allreduce(mpi.IN_PLACE, given, mpi.SUM)
+        return buffer, lambda: world.Allreduce(mpi.IN_PLACE, given, mpi.SUM)
 
     return world.rank, world.size, bind
 
 
-def _group(backend: str, direct: bool = False) -> Callable[[dict[str, Any]], tuple[int, int, Bind]]:
+def _group(
+    backend: str, direct: bool = False, shared: bool = False
+) -> Callable[[dict[str, Any]], tuple[int, int, Bind]]:
     def opened(orders: dict[str, Any]) -> tuple[int, int, Bind]:
         torch, dist = import_module("torch"), import_module("torch.distributed")
-        torch.set_num_threads(1)
+        torch.set_num_threads(orders["threads"])
         rank, size = _own_rank()
         if backend != "gloo":
             import_module("dist_prims.autoload").register()
@@ -133,9 +135,9 @@ def _group(backend: str, direct: bool = False) -> Callable[[dict[str, Any]], tup
         atexit.register(dist.destroy_process_group)
         all_reduce = import_module("dist_prims").all_reduce if direct else dist.all_reduce
 
-        def bind(buffer: Array) -> Callable[[], Any]:
-            tensor = torch.from_numpy(buffer)
-            return lambda: all_reduce(tensor)
+        def bind(buffer: Array) -> tuple[Array, Callable[[], Any]]:
+            tensor = import_module("dist_prims").empty(len(buffer)) if shared else torch.from_numpy(buffer)
+            return tensor.numpy(), lambda: all_reduce(tensor)
 
         return rank, size, bind
 
@@ -145,7 +147,7 @@ def _group(backend: str, direct: bool = False) -> Callable[[dict[str, Any]], tup
 def _deepspeed(orders: dict[str, Any]) -> tuple[int, int, Bind]:
     """The compiled operator without the package deepspeed, whose import takes seconds."""
     torch = import_module("torch")
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // orders["ranks"]))
+    torch.set_num_threads(orders["threads"])
     rank, size = _own_rank()
     library = Path(orders["home"], "extensions/deepspeed_shm_comm/deepspeed_shm_comm.so")
     spec: Any = importlib.util.spec_from_file_location("deepspeed_shm_comm", library)
@@ -154,9 +156,9 @@ def _deepspeed(orders: dict[str, Any]) -> tuple[int, int, Bind]:
     module.initialize(size, rank)
     all_reduce = torch.ops.deepspeed.inference_all_reduce_
 
-    def bind(buffer: Array) -> Callable[[], Any]:
+    def bind(buffer: Array) -> tuple[Array, Callable[[], Any]]:
         tensor = torch.from_numpy(buffer)
-        return lambda: all_reduce(tensor)
+        return buffer, lambda: all_reduce(tensor)
 
     return rank, size, bind
 
@@ -167,9 +169,9 @@ def _oneccl(orders: dict[str, Any]) -> tuple[int, int, Bind]:
     library.start(ctypes.byref(rank), ctypes.byref(size))
     atexit.register(library.stop)
 
-    def bind(buffer: Array) -> Callable[[], Any]:
+    def bind(buffer: Array) -> tuple[Array, Callable[[], Any]]:
         data, count = ctypes.c_void_p(buffer.ctypes.data), ctypes.c_size_t(len(buffer))
-        return lambda: library.all_reduce(data, count)
+        return buffer, lambda: library.all_reduce(data, count)
 
     return rank.value, size.value, bind
 
@@ -179,6 +181,7 @@ ENTRIES: dict[str, Callable[[dict[str, Any]], tuple[int, int, Bind]]] = {
     "gloo": _group("gloo"),
     "dist_prims": _group("dist_prims"),
     "direct": _group("dist_prims", direct=True),
+    "zero_copy": _group("dist_prims", direct=True, shared=True),
     "deepspeed": _deepspeed,
     "oneccl": _oneccl,
 }

@@ -39,6 +39,17 @@ def test_sizes_that_all_ranks_have_measured_count(tmp_path: Path) -> None:
     assert libraries.slowest([tmp_path / "0", tmp_path / "missing"]) == []
 
 
+def test_threads_of_a_rank_are_set_and_count_as_users_of_cores(tmp_path: Path) -> None:
+    oneccl, impi = libraries.LIBRARIES["oneccl"], libraries.LIBRARIES["impi"]
+    one, many = (libraries._environment(oneccl, tmp_path, 1, threads) for threads in (1, libraries.CORES + 1))
+    assert (one["OMP_NUM_THREADS"], one["CCL_WORKER_OFFLOAD"]) == ("1", "0")
+    assert many["OMP_NUM_THREADS"] == many["CCL_WORKER_COUNT"] == str(libraries.CORES + 1)
+    assert (many["CCL_WORKER_OFFLOAD"], many["CCL_YIELD"]) == ("1", "sched_yield")
+    assert "CCL_YIELD" not in one
+    alone = libraries._environment(impi, tmp_path, 1, libraries.CORES + 1)  # which has no threads
+    assert "I_MPI_THREAD_YIELD" not in alone
+
+
 def test_a_folder_of_other_files_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "mpich").mkdir()
     (tmp_path / "mpich/kept").touch()
@@ -66,9 +77,12 @@ def test_contenders_of_this_environment(tmp_path: Path) -> None:
         "gloo",
         "dist_prims",
         "direct",
+        "zero_copy",
         "mpich",
         "--sizes",
         "8,256K",
+        "--threads",
+        "2",
         "--cache",
         str(tmp_path),
     ]
@@ -76,10 +90,11 @@ def test_contenders_of_this_environment(tmp_path: Path) -> None:
         [*command, "--json", str(tmp_path / "found.json")], capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, done.stderr
+    assert "2 ranks of 2 threads" in done.stdout
     assert "wrong elements: 0" in done.stdout
     assert "mpich: no environment; --build creates it" in done.stdout
     lines = json.loads((tmp_path / "found.json").read_text())["lines"]
     assert {(line["contender"], line["nbytes"]) for line in lines} == {
-        (name, nbytes) for name in ("gloo", "dist_prims", "direct") for nbytes in (8, 256 << 10)
+        (name, nbytes) for name in ("gloo", "dist_prims", "direct", "zero_copy") for nbytes in (8, 256 << 10)
     }
     assert all(0 < seconds < 10 for line in lines for seconds in line["seconds"])
