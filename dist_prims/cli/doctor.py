@@ -232,4 +232,4 @@ def _shm() -> str:
 
 
 def _bytes(number: int) -> str:
-    return f"{number / 2**30:.3g} GiB" if number >= 2**30 else f"{number / 2**20:.3g} MiB"
+    return f"{number / 2**30:.4g} GiB" if number >= 2**30 else f"{number / 2**20:.4g} MiB"

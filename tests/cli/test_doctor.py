@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launching import LAUNCHER_VARIABLES, TORCH
 
-from dist_prims.cli.doctor import report
+from dist_prims.cli.doctor import _bytes, report
 from tests.rendezvous.test_detect_launcher import SLURM
 
 
@@ -36,6 +36,11 @@ def test_the_doctor_reports_what_is_here() -> None:
     ):
         assert re.search(rf"^{name} ", text, re.MULTILINE), name
     assert "no launcher" in text
+
+
+def test_a_thousand_units_of_memory_have_no_exponent() -> None:
+    """A node of 1010 MiB had 1.01e+03 MiB."""
+    assert [_bytes(1010 << 20), _bytes(1010 << 30), _bytes(1 << 16)] == ["1010 MiB", "1010 GiB", "0.0625 MiB"]
 
 
 def test_the_doctor_lists_the_numa_nodes_and_the_nodes_of_this_process() -> None:
