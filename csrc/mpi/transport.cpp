@@ -38,7 +38,7 @@ Transport::Handle MpiTransport::send(int to, int tag, const std::byte* data, std
 
 Transport::Handle MpiTransport::receive(int from, int tag, std::byte* data, std::size_t bytes, Owner owner) {
     const auto message = std::make_shared<MpiMessage>(communicator_, std::move(owner));
-    message->receive(from, tag, data, bytes, tags_.is_agreement(tag));
+    message->receive(from, tag, data, bytes, tags_.may_be_shorter(tag));
     return std::make_unique<MessageRequest>(message);
 }
 

@@ -43,7 +43,8 @@ public:
     int diagnosis() const { return first_ + 2; }
     int agreement() const { return first_ + 3; }
     int barrier() const { return first_ + 4; }
-    bool is_agreement(int tag) const { return tag == agreement(); }
+    // Whether messages with the tag may be shorter than the receives that they meet.
+    bool may_be_shorter(int tag) const { return tag == agreement() || tag == diagnosis(); }
     // Whether the tag belongs to a collective, rather than to a message of a user or a monitored barrier.
     bool is_collective(int tag) const { return tag == agreement() || tag > barrier(); }
     // Whether messages with the tag report failures.

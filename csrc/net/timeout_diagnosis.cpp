@@ -17,6 +17,7 @@ constexpr auto kReplyTime = 1s;  // for all replies: waits check for a diagnosis
 constexpr auto kBetweenLooks = 20ms;
 constexpr int kLooks = kReplyTime / kBetweenLooks;
 constexpr auto kLongestReplyTime = 1800ms;                    // less than RemotePeers::kLocalMargin
+constexpr auto kCollecting = 10ms;                            // log2(ranks) times this is a small part of kReplyTime
 constexpr auto kYear = std::chrono::milliseconds(24h * 365);  // transports have no infinite timeout
 
 std::vector<int> successors_of(int me, std::vector<int> others) {
@@ -61,8 +62,9 @@ void TimeoutDiagnosis::close() {
 
 // Under the lock.
 void TimeoutDiagnosis::post_receive() {
-    remark_request_ =
-        transport_.receive(Transport::kAnyone, tag_, reinterpret_cast<std::byte*>(&received_), sizeof(received_));
+    received_.assign(kMostRemarks, {-1, -1, kNone});
+    remark_request_ = transport_.receive(Transport::kAnyone, tag_, reinterpret_cast<std::byte*>(received_.data()),
+                                         kMostRemarks * sizeof(Remark));
 }
 
 // Under the lock. A transport may report here each rank that has gone, once.
@@ -79,50 +81,63 @@ void TimeoutDiagnosis::repost_receive() {
 void TimeoutDiagnosis::run_listener() {
     try {
         while (remark_request_->wait(kYear)) {
-            on_remark(received_);
-            const std::lock_guard lock(mutex_);
-            if (is_closing_) return;
-            repost_receive();
+            on_message();
+            {
+                const std::lock_guard lock(mutex_);
+                if (is_closing_) return;
+                repost_receive();
+                if (remark_request_->is_done()) continue;  // send the remarks of the next message with these
+                send_new_remarks();
+            }
+            if (!sends_to_all()) std::this_thread::sleep_for(kCollecting);
         }
     } catch (const std::exception&) {  // the transport has ended; the cause is reported elsewhere
     }
 }
 
-// On the listener thread.
-void TimeoutDiagnosis::on_remark(const Remark& remark) {
-    if (remark.kind >= 0) {
+// On the listener thread. A notice is alone in its message.
+void TimeoutDiagnosis::on_message() {
+    if (const Remark& remark = received_.front(); remark.kind >= 0) {
         const Membership::Notice notice{static_cast<CommError::Kind>(remark.kind), remark.target, remark.rank};
         if (!sends_to_all()) send_notice(notice);
         return callback_(notice);
     }
     {
         const std::lock_guard lock(mutex_);
-        if (is_closing_ || !add_remark(remark)) return;
+        if (is_closing_) return;
+        bool is_news = false;
+        for (const Remark& remark : received_) {
+            if (remark.kind != kNone && add_remark(remark)) is_news = true;
+        }
+        if (!is_news) return;
         report_unanswering();
         changed_.notify_all();
     }
-    if (remark.kind == kWaits) is_diagnosing_.store(true, std::memory_order_release);
     callback_(std::nullopt);
 }
 
 // Under the lock. Returns false if the remark is known.
 bool TimeoutDiagnosis::add_remark(const Remark& remark) {
     if (!remarks_.insert(remark).second) return false;
-    if (remark.kind == kWaits) awaits_[remark.rank] = remark.target;
+    if (remark.kind == kWaits) {
+        awaits_[remark.rank] = remark.target;
+        is_diagnosing_.store(true, std::memory_order_release);
+    }
     if (remark.kind == kUnanswered) unanswered_.insert({remark.rank, remark.target});
-    forward(remark);
+    if (remark.rank == me_ || !sends_to_all()) new_remarks_.push_back(remark);
+    if (sends_to_all()) forward_to_unreachable(remark);
     return true;
 }
 
-// Under the lock. Where ranks do not send to all others, every remark is forwarded. Else only this: two ranks between
-// which data is not answered may not receive each other's remarks, so other ranks forward all remarks of the two if
-// `remark` reports such a pair, or `remark` if its rank belongs to a known pair.
-void TimeoutDiagnosis::forward(const Remark& remark) {
-    if (!sends_to_all() && remark.rank != me_) return send_to_successors(remark);
+// Under the lock, where ranks send to all others. Two ranks between which data is not answered may not receive each
+// other's remarks, so other ranks forward all remarks of the two if `remark` reports such a pair, or `remark` if its
+// rank belongs to a known pair.
+void TimeoutDiagnosis::forward_to_unreachable(const Remark& remark) {
+    const auto send_one = [this](int to, const Remark& one) { send(to, std::make_shared<const Remarks>(1, one)); };
     const auto forward_between = [&](int from, int to) {
         for (const auto kind : {kUnanswered, kWaits}) {  // in this order: see announce()
             for (const Remark& known : remarks_) {
-                if (known.kind == kind && known.rank == from && to != me_ && from != me_) send(to, known);
+                if (known.kind == kind && known.rank == from && to != me_ && from != me_) send_one(to, known);
             }
         }
     };
@@ -131,33 +146,41 @@ void TimeoutDiagnosis::forward(const Remark& remark) {
         forward_between(remark.target, remark.rank);
     } else if (remark.rank != me_) {
         for (const auto& [rank, other] : unanswered_) {
-            if (rank == remark.rank && other != me_) send(other, remark);
-            if (other == remark.rank && rank != me_) send(rank, remark);
+            if (rank == remark.rank && other != me_) send_one(other, remark);
+            if (other == remark.rank && rank != me_) send_one(rank, remark);
         }
     }
 }
 
-// Under the lock. Sends the copy of the remark in remarks_, which stays valid.
-void TimeoutDiagnosis::send(int to, const Remark& remark) {
+// Under the lock.
+void TimeoutDiagnosis::send(int to, const std::shared_ptr<const Remarks>& message) {
     try {
-        const auto& kept = *remarks_.insert(remark).first;
-        auto request = transport_.send(to, tag_, reinterpret_cast<const std::byte*>(&kept), sizeof(kept));
+        const auto* data = reinterpret_cast<const std::byte*>(message->data());
+        auto request = transport_.send(to, tag_, data, message->size() * sizeof(Remark), message);
         if (!request->is_done()) sent_.push_back(std::move(request));
     } catch (const std::exception&) {  // the rank has gone
     }
 }
 
-void TimeoutDiagnosis::send_to_successors(const Remark& remark) {
-    for (const int successor : successors_) send(successor, remark);
+// Under the lock.
+void TimeoutDiagnosis::send_to_successors(Remarks remarks) {
+    const auto message = std::make_shared<const Remarks>(std::move(remarks));
+    for (const int successor : successors_) send(successor, message);
+}
+
+// Under the lock.
+void TimeoutDiagnosis::send_new_remarks() {
+    for (std::size_t begin = 0, end; begin < new_remarks_.size(); begin = end) {
+        end = std::min(begin + kMostRemarks, new_remarks_.size());
+        send_to_successors(Remarks(new_remarks_.data() + begin, new_remarks_.data() + end));
+    }
+    new_remarks_.clear();
 }
 
 // Under the lock. A rank that waits for no other rank may have sent data that is not answered, too.
 void TimeoutDiagnosis::report_unanswering() {
     if (std::exchange(has_reported_, true)) return;
-    for (const int rank : transport_.unanswering()) {
-        const Remark remark{me_, rank, kUnanswered};
-        if (add_remark(remark)) send_to_successors(remark);
-    }
+    for (const int rank : transport_.unanswering()) add_remark({me_, rank, kUnanswered});
 }
 
 // Sends this rank's edge once. Its wait does not change any more, unless it is rank 0 in a monitored barrier, which
@@ -166,15 +189,14 @@ void TimeoutDiagnosis::announce(int awaited) {
     const std::lock_guard lock(mutex_);
     if (is_closing_ || std::exchange(has_announced_, true)) return;
     report_unanswering();  // first, so that a rank that receives the edge has received this report as well
-    const Remark remark{me_, awaited, kWaits};
-    add_remark(remark);
-    send_to_successors(remark);
+    add_remark({me_, awaited, kWaits});
+    send_new_remarks();
 }
 
 void TimeoutDiagnosis::send_notice(const Membership::Notice& notice) {
     const std::lock_guard lock(mutex_);
     if (is_closing_ || std::exchange(has_sent_notice_, true)) return;
-    send_to_successors({notice.other, notice.culprit, static_cast<std::int32_t>(notice.kind)});
+    send_to_successors({{notice.other, notice.culprit, static_cast<std::int32_t>(notice.kind)}});
 }
 
 bool TimeoutDiagnosis::is_successor(int rank) const {

@@ -16,13 +16,15 @@
 // In a group of more than kDirect ranks, connections to all other ranks would need too many descriptors. A rank sends
 // remarks and notices to its successors only, the ranks at the distances 1, 2, 4, 8, ... after it. Each rank forwards
 // what it receives for the first time to its own successors. So every rank receives it within log2(ranks) steps, or on
-// a longer way if a rank on the shortest way forwards nothing.
+// a longer way if a rank on the shortest way forwards nothing. If all ranks wait, each rank forwards the remarks of all
+// ranks. It therefore sends many of them in one message: after a message it collects remarks for some milliseconds.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -75,21 +77,24 @@ private:
         std::int32_t rank, target, kind;
         auto operator<=>(const Remark&) const = default;
     };
-    static constexpr std::int32_t kWaits = -1, kUnanswered = -2;
+    static constexpr std::int32_t kWaits = -1, kUnanswered = -2, kNone = -3;  // kNone: the message has no more remarks
+    static constexpr std::size_t kMostRemarks = 256;                          // of a message
+    using Remarks = std::vector<Remark>;
 
     void announce(int awaited);
     void report_unanswering();
-    void send(int to, const Remark& remark);
-    void send_to_successors(const Remark& remark);
+    void send(int to, const std::shared_ptr<const Remarks>& message);
+    void send_to_successors(Remarks remarks);
+    void send_new_remarks();
     bool add_remark(const Remark& remark);
-    void forward(const Remark& remark);
+    void forward_to_unreachable(const Remark& remark);
     bool sends_to_all() const { return successors_.size() == others_; }
     bool has_replied(int rank) const;
     bool is_cut(int rank, int other) const;
     void post_receive();
     void repost_receive();
     void run_listener();
-    void on_remark(const Remark& remark);
+    void on_message();
     Membership::Notice find_cause(int awaited) const;
 
     Transport& transport_;
@@ -101,8 +106,9 @@ private:
 
     std::mutex mutex_;  // of all below
     std::condition_variable changed_;
-    Remark received_{};
-    std::set<Remark> remarks_;  // of all ranks; sent_ reads them in place
+    Remarks received_;
+    std::set<Remark> remarks_;  // of all ranks
+    Remarks new_remarks_;       // that this rank has not sent to its successors yet
     bool has_announced_ = false, has_reported_ = false, has_sent_notice_ = false;
     std::vector<Transport::Handle> sent_;
     Transport::Handle remark_request_;  // the receive into received_; the listener waits for it without the lock

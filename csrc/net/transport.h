@@ -60,8 +60,8 @@ public:
     virtual ~Transport() = default;
     // The largest tag. Tags begin at 0.
     virtual int largest_tag() const = 0;
-    // Messages with the same sender, receiver and tag arrive in order. The lengths at both ends must be equal; only a
-    // message of an agreement (see tags.h) may be shorter than the receive that it meets.
+    // Messages with the same sender, receiver and tag arrive in order. The lengths at both ends must be equal; some
+    // messages may be shorter than the receives that they meet (see tags.h).
     virtual Handle send(int to, int tag, const std::byte* data, std::size_t bytes, Owner owner = nullptr) = 0;
     virtual Handle receive(int from, int tag, std::byte* data, std::size_t bytes, Owner owner = nullptr) = 0;
     // Whether there is receive_from_any(). A transport without it carries all messages of users, also within a host.

@@ -57,7 +57,7 @@ Transport::Handle TcpTransport::receive_from_any(int tag, std::byte* data, std::
 }
 
 Transport::Handle TcpTransport::post(TcpMessage message) {
-    message.may_be_shorter = tags_.is_agreement(message.tag);
+    message.may_be_shorter = tags_.may_be_shorter(message.tag);
     // A user may only ask at intervals whether a receive is done, without a thread that waits for it.
     message.reads_ahead = message.tag <= tags_.largest_of_users();
     TcpLane& lane = lane_of(message.tag);

@@ -28,7 +28,8 @@ namespace dist_prims {
 // aborted, and with an error when the other rank has closed.
 class InMemoryNetwork {
 public:
-    static constexpr int kLargestTag = 32767;  // the least that MPI guarantees
+    using LinkCounts = std::map<std::pair<int, int>, int>;  // by sender and receiver
+    static constexpr int kLargestTag = 32767;               // the least that MPI guarantees
 
     struct Address {
         int from, to, tag;
@@ -38,10 +39,11 @@ public:
     };
     struct Receive {
         Address address;
-        std::byte* data;
-        std::size_t bytes;
-        Transport::Owner owner = nullptr;
+        std::byte* const data;
+        const std::size_t bytes;
+        const Transport::Owner owner;
         bool done = false;
+        std::condition_variable changed{};
     };
 
     // Like MPI, it cannot always give up a receive, and may write to its memory as long as it likes.
@@ -52,30 +54,32 @@ public:
     void send(const Address& address, const std::byte* data, std::size_t bytes) {
         const std::lock_guard lock(mutex);
         longest = std::max(longest, bytes);
-        if (Tags(kLargestTag).is_control(address.tag)) control_links.insert({address.from, address.to});
+        if (Tags(kLargestTag).is_control(address.tag)) ++control_messages[{address.from, address.to}];
         if (dropped.count({address.from, address.to})) return;
         const Message message{address, {data, data + bytes}};
-        for (auto each = receives_.begin(); each != receives_.end(); ++each) {
+        auto& [messages, receives] = mailboxes_[address.to];
+        for (auto each = receives.begin(); each != receives.end(); ++each) {
             if (!(*each)->address.meets(address)) continue;
             deliver(message, **each);
-            receives_.erase(each);
+            receives.erase(each);
             return;
         }
-        messages_.push_back(message);
+        messages.push_back(message);
     }
     void post(const std::shared_ptr<Receive>& receive) {
         const std::lock_guard lock(mutex);
-        for (auto each = messages_.begin(); each != messages_.end(); ++each) {
+        auto& [messages, receives] = mailboxes_[receive->address.to];
+        for (auto each = messages.begin(); each != messages.end(); ++each) {
             if (!receive->address.meets(each->address)) continue;
             deliver(*each, *receive);
-            messages_.erase(each);
+            messages.erase(each);
             return;
         }
-        receives_.push_back(receive);
+        receives.push_back(receive);
     }
     void cancel(const std::shared_ptr<Receive>& receive) {
         const std::lock_guard lock(mutex);
-        std::erase(receives_, receive);
+        std::erase(mailboxes_[receive->address.to].receives, receive);
         if (receive->owner && !receive->done) kept_.push_back(receive);
     }
     std::size_t kept() {
@@ -85,15 +89,16 @@ public:
     void close(int rank) {
         const std::lock_guard lock(mutex);
         closed[rank] = true;
-        changed.notify_all();
+        for (const auto& [to, mailbox] : mailboxes_) {
+            for (const auto& receive : mailbox.receives) receive->changed.notify_all();
+        }
     }
 
     std::mutex mutex;  // of all below
-    std::condition_variable changed;
     std::map<int, bool> closed;
-    std::size_t longest = 0;                      // of the messages that were sent
-    std::set<std::pair<int, int>> dropped;        // messages from one rank to another vanish
-    std::set<std::pair<int, int>> control_links;  // on which messages about failures were sent
+    std::size_t longest = 0;                // of the messages that were sent
+    std::set<std::pair<int, int>> dropped;  // messages from one rank to another vanish
+    LinkCounts control_messages;            // the messages about failures
 
 private:
     struct Message {
@@ -102,17 +107,21 @@ private:
     };
 
     void deliver(const Message& message, Receive& receive) {
-        const bool may_be_shorter = Tags(kLargestTag).is_agreement(message.address.tag);
+        const bool may_be_shorter = Tags(kLargestTag).may_be_shorter(message.address.tag);
         CHECK(message.data.size() == receive.bytes || (may_be_shorter && message.data.size() < receive.bytes));
         if (!message.data.empty()) std::memcpy(receive.data, message.data.data(), message.data.size());
         receive.address.from = message.address.from;
         receive.done = true;
-        changed.notify_all();
+        receive.changed.notify_all();
     }
 
-    std::deque<Message> messages_;                   // for which no receive has been posted yet
-    std::deque<std::shared_ptr<Receive>> receives_;  // which no message has met yet
-    std::vector<std::shared_ptr<Receive>> kept_;     // which have been given up
+    struct Mailbox {
+        std::deque<Message> messages;                   // for which no receive has been posted yet
+        std::deque<std::shared_ptr<Receive>> receives;  // which no message has met yet
+    };
+
+    std::map<int, Mailbox> mailboxes_;            // by receiver
+    std::vector<std::shared_ptr<Receive>> kept_;  // which have been given up
 };
 
 class InMemoryTransport : public Transport {
@@ -138,8 +147,8 @@ public:
     }
     Handle receive(int from, int tag, std::byte* data, std::size_t bytes, Owner owner) override {
         CHECK(tag >= 0 && tag <= kLargestTag);
-        return std::make_unique<Awaited>(network_,
-                                         InMemoryNetwork::Receive{{from, rank_, tag}, data, bytes, std::move(owner)});
+        return std::make_unique<Awaited>(network_, std::make_shared<InMemoryNetwork::Receive>(
+                                                       InMemoryNetwork::Address{from, rank_, tag}, data, bytes, owner));
     }
 
 private:
@@ -149,8 +158,8 @@ private:
         void abort() override {}
     };
     struct Awaited : TransportRequest {
-        Awaited(InMemoryNetwork& network, const InMemoryNetwork::Receive& asked)
-            : network(network), receive(std::make_shared<InMemoryNetwork::Receive>(asked)) {
+        Awaited(InMemoryNetwork& network, std::shared_ptr<InMemoryNetwork::Receive> asked)
+            : network(network), receive(std::move(asked)) {
             network.post(receive);
         }
         ~Awaited() override { network.cancel(receive); }
@@ -162,7 +171,7 @@ private:
             while (!receive->done) {
                 if (std::exchange(aborted, false)) return false;
                 if (from >= 0 && network.closed[from]) throw TransportError("connection closed");
-                if (network.changed.wait_until(lock, until) == std::cv_status::timeout)
+                if (receive->changed.wait_until(lock, until) == std::cv_status::timeout)
                     throw TransportError("time is up");
             }
             return true;
@@ -174,7 +183,7 @@ private:
         void abort() override {
             const std::lock_guard lock(network.mutex);
             aborted = true;
-            network.changed.notify_all();
+            receive->changed.notify_all();
         }
 
         InMemoryNetwork& network;
@@ -212,7 +221,7 @@ inline MakeTransport over_tcp(std::size_t size, const std::function<void(int ran
 // What a run leaves: receives that were given up, the longest message in bytes, and see InMemoryNetwork.
 struct NetworkUse {
     std::size_t kept, longest;
-    std::set<std::pair<int, int>> control_links;
+    InMemoryNetwork::LinkCounts control_messages;
 };
 
 // Runs `body(group, rank)`, or `body(group, rank, host_segment)`, on a thread for each rank of the hosts, over an
@@ -249,7 +258,7 @@ NetworkUse run_group(const std::vector<std::vector<int>>& hosts, const Body& bod
         }
     }
     for (std::thread& thread : threads) thread.join();
-    return {network.kept(), network.longest, network.control_links};
+    return {network.kept(), network.longest, network.control_messages};
 }
 
 inline Call sum_of(std::uint64_t sequence, std::size_t count) {

@@ -406,7 +406,7 @@ CASE(many_ranks_learn_of_a_failure_over_few_connections) {
     const NetworkUse use = run_group(hosts, body);
     // By sender: 7 successors, 3 more from which the agreement expects messages, and the awaited rank.
     std::map<int, int> links;
-    for (const auto& [from, to] : use.control_links) ++links[from];
+    for (const auto& [link, count] : use.control_messages) ++links[link.first];
     for (const auto& [rank, count] : links) CHECK(count <= 11);
     CHECK(links.size() == kSize);
 }

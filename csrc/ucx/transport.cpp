@@ -49,7 +49,7 @@ Transport::Handle UcxTransport::receive(int from, int tag, std::byte* data, std:
     if (tags_.is_control(tag)) return control_.receive(from, tag, data, bytes, std::move(owner));
     if (from != kAnyone) watch(from);
     const auto message = std::make_shared<Message>(
-        Message{&lane_, false, from, tag, data, bytes, std::move(owner), tags_.is_agreement(tag)});
+        Message{&lane_, false, from, tag, data, bytes, std::move(owner), tags_.may_be_shorter(tag)});
     lane_.receive(message);
     return std::make_unique<LaneRequest<Lane, MessagePtr>>(control_, lane_, message);
 }
