@@ -45,7 +45,7 @@ struct CollectiveCall {
     std::shared_ptr<IncrementalReduce> incremental{};  // the sum to complete, in place of the all_reduce itself
 
     // Set by Execution::prepare():
-    SchedulePtr uneven_schedule{};  // of a variable-length call whose blocks turn out to differ in length
+    bool is_schedule_named = false;  // a variable-length call follows its schedule for blocks of different lengths, too
     Tensors user_outputs{};  // where the outputs are copied at the end; empty if they are the tensors of the user
 
     std::size_t bytes() const;  // of all blocks

@@ -72,20 +72,20 @@ void Execution::prepare(CollectiveCall& call) {
     stage_outputs(call);
 }
 
-// Chooses a schedule for blocks of one length, and another for blocks of different lengths.
+// Chooses a schedule for blocks of one length. The schedule for blocks of different lengths is chosen when the ranks
+// know that it is needed.
 void Execution::prepare_variable_length(CollectiveCall& call) {
     const Call& announced = call.announced;
     const auto size = static_cast<std::size_t>(size_);
     if (announced.collective == Collective::kAllToAll && call.inputs.size() == size) separate_blocks(call);
     if (call.schedule) {
         call.announced.set_algorithm(call.schedule->name);
-        call.uneven_schedule = call.schedule;
+        call.is_schedule_named = true;
         return;
     }
     if (const auto pins = pins_of(announced.collective)) call.announced.set_algorithm(pins->text);
     const std::uint64_t bytes = size * call.counts[0] * size_of(announced.dtype);
     if (is_even(call.counts)) call.schedule = schedule_for(announced.collective, bytes, announced.root);
-    call.uneven_schedule = schedule_for_uneven(call);
 }
 
 void Execution::run(const CollectiveCall& call, Milliseconds timeout) {
@@ -138,7 +138,7 @@ void Execution::run_variable_length(const CollectiveCall& call, Milliseconds tim
         agree(named, timeout);
     }
     // 3. Run the schedule for blocks of one length, or for different lengths, or phases of the slot exchange.
-    const SchedulePtr& schedule = all_even ? call.schedule : call.uneven_schedule;
+    const SchedulePtr schedule = all_even || call.is_schedule_named ? call.schedule : schedule_for_uneven(call);
     if (!schedule) return run_by_slots(call, timeout);
     if (call.check) call.check();
     execute_schedule(*schedule, call, timeout);
