@@ -182,16 +182,19 @@ class _Traffic(NamedTuple):
 def _traffic(ranks: tuple[int, int, int, int, int], hosts: Hosts) -> _Traffic:
     move = MessageSet(*ranks)
     begin, end, shift = hosts.begins, hosts.ends, move.shift
-    # 1. The receivers on a host are begin..end-1, so their senders are begin-shift..end-shift-1.
-    low, high = np.maximum(begin, begin - shift), np.minimum(end, end - shift)  # senders here, with receivers here
-    stay = np.where(high > low, move.senders_below(high) - move.senders_below(low), 0)
-    leave = move.senders_below(end) - move.senders_below(begin) - stay
-    arrive = move.senders_below(end - shift) - move.senders_below(begin - shift) - stay
+    first, last = begin - shift, end - shift
+    # 1. The receivers on a host are begin..end-1, so their senders are first..last-1.
+    low, high = np.maximum(begin, first), np.minimum(end, last)  # senders here, with receivers here
+    to_low, to_high, to_begin, to_end, to_first, to_last = move.senders_below(
+        np.array([low, high, begin, end, first, last])  # at once, because each operation on a small array costs as much
+    )
+    stay = np.where(high > low, to_high - to_low, 0)
+    leave = to_end - to_begin - stay
+    arrive = to_last - to_first - stay
     # 2. The senders of what arrives have consecutive places, all below the host (shift > 0) or all above it.
-    low = begin - shift if shift > 0 else np.maximum(begin - shift, end)
-    high = np.minimum(end - shift, begin) if shift > 0 else end - shift
-    lowest = np.searchsorted(hosts.ends, move.sender_from(low), "right")
-    highest = np.searchsorted(hosts.ends, move.sender_before(high), "right")
+    low = first if shift > 0 else np.maximum(first, end)
+    high = np.minimum(last, begin) if shift > 0 else last
+    lowest, highest = np.searchsorted(end, np.array([move.sender_from(low), move.sender_before(high)]), "right")
     lowest, highest = np.where(arrive == 0, len(end), lowest), np.where(arrive == 0, -1, highest)
     return _Traffic(stay, leave, arrive, lowest, highest, bool(stay.any()), bool(leave.any()))
 

@@ -52,17 +52,14 @@ _WITHIN = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule in segments, its load, and the seconds that it spends.
-
-    ``uncut``: seconds with one segment; ``nbytes``: the size of the data.
-    """
+    """A schedule in segments for data of ``nbytes`` on a topology, its load, and the seconds that it spends."""
 
     schedule: Schedule
     load: Load
     nbytes: float
     segments: int
     spent: Seconds
-    uncut: float
+    topology: Topology
 
     @property
     def name(self) -> str:
@@ -73,6 +70,11 @@ class Candidate:
     @property
     def seconds(self) -> float:
         return self.spent.total
+
+    @property
+    def uncut(self) -> float:
+        """The seconds with one segment."""
+        return load_seconds(self.load, self.nbytes, self.topology)
 
     @property
     def link_bytes(self) -> float:
@@ -246,8 +248,7 @@ class _Search:
             return None
         segments = best_segments(load, nbytes, topology)
         spent = seconds_by_kind(load, nbytes, topology, segments)
-        uncut = load_seconds(load, nbytes, topology)
-        return Candidate(schedule, load, nbytes, segments, spent, uncut)
+        return Candidate(schedule, load, nbytes, segments, spent, topology)
 
 
 def bound(collective: str, nbytes: float, topology: Topology) -> float:

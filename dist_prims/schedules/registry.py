@@ -278,6 +278,11 @@ def algorithms(collective: str) -> list[str]:
     return [name for kind, name in _registry if kind == collective]
 
 
+def users_algorithms() -> list[Algorithm]:
+    """The algorithms of all collectives that the program has registered."""
+    return [registered for registered in _registry.values() if not registered.built_in]
+
+
 def lookup(collective: str, name: str) -> Algorithm:
     """The algorithm registered under a name; ValueError with the most similar names if there is none.
 

@@ -21,8 +21,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from .contract import COLLECTIVES
-from .registry import Algorithm, algorithms, lookup
+from .registry import Algorithm, algorithms, lookup, users_algorithms
 from .schedule import Schedule
 from .schedule_builder import build_shared
 from .schedule_error import ScheduleError
@@ -40,10 +39,9 @@ _FINGERPRINT = re.compile(rf"#[0-9a-f]{{{_DIGITS}}}$")
 
 def _users_algorithms(collective: str, algorithm: str, parameters: Mapping[str, Any]) -> list[Algorithm]:
     """The algorithms that are not built in, of this one and of every algorithm named by one of its parameters."""
-    parts = {value for value in parameters.values() if isinstance(value, str)}
-    named = [lookup(collective, algorithm)]
-    named += [lookup(kind, name) for kind in COLLECTIVES if parts for name in algorithms(kind) if name in parts]
-    return [each for each in named if not each.built_in]
+    whole, parts = lookup(collective, algorithm), {value for value in parameters.values() if isinstance(value, str)}
+    named = [each for each in users_algorithms() if each is not whole and each.name in parts]
+    return named if whole.built_in else [whole, *named]
 
 
 def _users_algorithms_of(schedule: ScheduleData) -> list[Algorithm]:
