@@ -1,7 +1,9 @@
 // Timeout diagnoses among more ranks than a test can make groups of: each rank is only its TimeoutDiagnosis, over an
 // in-memory network.
+#include <algorithm>
 #include <memory>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "../net/timeout_diagnosis.h"
@@ -12,6 +14,8 @@ using namespace std::chrono_literals;
 
 namespace {
 
+const int kTag = Tags(InMemoryTransport::kLargestTag).diagnosis();
+
 class ManyRanks {
 public:
     // `dead`: a rank that takes no part.
@@ -21,10 +25,9 @@ public:
             std::iota(others.begin(), others.end(), 0);
             std::erase(others, rank);
             auto& transport = *transports_.emplace_back(std::make_unique<InMemoryTransport>(network_, rank));
-            const int tag = Tags(InMemoryTransport::kLargestTag).diagnosis();
             if (rank != dead)
                 diagnoses_[static_cast<std::size_t>(rank)] =
-                    std::make_unique<TimeoutDiagnosis>(transport, tag, rank, others, [](const auto&) {});
+                    std::make_unique<TimeoutDiagnosis>(transport, kTag, rank, others, [](const auto&) {});
         }
     }
 
@@ -60,6 +63,19 @@ private:
     std::vector<std::unique_ptr<InMemoryTransport>> transports_;
     std::vector<std::unique_ptr<TimeoutDiagnosis>> diagnoses_;
 };
+
+// The largest sizes are those of 1,000 and of 12,500 hosts of 8 ranks.
+CASE(a_rank_of_a_large_group_has_few_successors) {
+    for (const auto& [size, successors] : {std::pair{64, 63}, {65, 7}, {8'000, 13}, {100'000, 17}}) {
+        InMemoryNetwork network;
+        InMemoryTransport transport(network, 0);
+        std::vector<int> others(static_cast<std::size_t>(size) - 1);
+        std::iota(others.begin(), others.end(), 1);
+        const TimeoutDiagnosis diagnosis(transport, kTag, 0, others, [](const auto&) {});
+        const auto is_successor = [&](int other) { return diagnosis.is_successor(other); };
+        CHECK(std::count_if(others.begin(), others.end(), is_successor) == successors);
+    }
+}
 
 constexpr int kManyRanks = 200, kSuccessors = 8;
 
