@@ -68,7 +68,7 @@ def unscale(
 def agree_on_overflow(status: float, group: dist.ProcessGroup | None, scale: float | None = None) -> float:
     """The greatest status of all ranks: 0, or 1 for an overflow. A rank that is done in ``join()`` has no ``scale``."""
     scales = [-torch.inf, -torch.inf] if scale is None else [scale, -scale]
-    greatest = torch.tensor([status, *scales], device=message_device(group))
+    greatest = torch.tensor([status, *scales], dtype=torch.float64, device=message_device(group))
     dist.all_reduce(greatest, dist.ReduceOp.MAX, group)
     status, most, least = greatest.tolist()  # ``least`` is the least scale with its sign changed
     rank = f"rank {dist.get_rank(group)}: unscale"

@@ -207,11 +207,14 @@ def test_layers_that_checkpoint_within_a_stage() -> None:
 
 
 def test_a_step_after_an_evaluation_in_inference_mode() -> None:
-    """Memory that is kept was once made as the caller's mode has it, and could not be written in the next step."""
+    """Memory that is kept was once made as the caller's mode has it, and could not be written in the next step. Also,
+    ranks whose default types differ once could not make a pipeline."""
 
     def body() -> None:
-        pipeline = Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], "1f1b", loss=F.mse_loss, num_microbatches=2)
-        x = torch.ones(4, 4)
+        torch.set_default_dtype((torch.float32, torch.float64)[dist.get_rank()])
+        stages = [nn.Linear(4, 4, dtype=torch.float32) for _ in range(2)]
+        pipeline = Pipeline(stages, "1f1b", loss=F.mse_loss, num_microbatches=2)
+        x = torch.ones(4, 4, dtype=torch.float32)
         first = pipeline.step(x, x)
         with torch.inference_mode():
             assert pipeline.evaluate(x, x) == first

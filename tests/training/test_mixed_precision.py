@@ -11,7 +11,7 @@ import torch.distributed as dist
 import dist_prims
 from dist_prims.errors import MismatchError
 from dist_prims.training.compression import Half
-from dist_prims.training.mixed_precision import unscale
+from dist_prims.training.mixed_precision import agree_on_overflow, unscale
 
 
 def parameter(value: float = 0.0) -> torch.nn.Parameter:
@@ -121,6 +121,10 @@ def test_ranks_with_different_scales_get_an_error() -> None:
             unscale(scaler, optimizer)
         scaler.step(optimizer)  # skips
         assert weight.tolist() == [0.0, 0.0]
+        # The scales were once compared in the default type of a rank, in which these two are equal.
+        torch.set_default_dtype(torch.bfloat16)
+        with pytest.raises(MismatchError, match=r"1024.0 to 1025.0 on all ranks"):
+            agree_on_overflow(0.0, None, 1024.0 + rank)
         dist_prims.barrier()
 
     dist_prims.spawn(body, 2, timeout=60)

@@ -156,10 +156,10 @@ class Transfers:
         self.group = duplicate(group, name)
         self._device = device
         if device.type == "cuda":  # all ranks must make NCCL's first call in a group
-            dist.all_reduce(torch.zeros(1, device=device), group=self.group)
+            dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=self.group)
         self._owns_group = self.group is not group
         # No rank may leave the new group, as by Ctrl-C, while another rank still makes it.
-        dist.all_reduce(torch.zeros(1, device=message_device(group)), group=group)
+        dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=message_device(group)), group=group)
         self._finalizer = weakref.finalize(self, end_groups, [self.group], group, os.getpid())
         self._finalizer.atexit = False
         if device.type != "cpu":  # with NCCL, ending a communicator is a collective: end() aborts it instead
