@@ -16,7 +16,7 @@ import dist_prims
 from dist_prims.backend.link_costs import ASSUMED
 from dist_prims.backend.multi_host import MultiHostSchedules
 from dist_prims.collectives import channel
-from dist_prims.errors import MismatchError
+from dist_prims.errors import CommInterruptedError, MismatchError
 from dist_prims.schedules import Schedule, build
 from dist_prims.schedules.program import RankSchedule, compile_program
 
@@ -148,6 +148,23 @@ def test_a_schedule_for_uneven_blocks_is_chosen_when_it_is_needed() -> None:
         dist.all_to_all_single(received, torch.tensor([1.0, 2, 2]), [rank + 1] * 2, [1, 2], group=group)
         assert received.tolist() == [rank + 1] * len(received)
         assert asked == [True, False]
+
+    span("a b", body)
+
+
+def test_an_interrupt_while_the_schedule_is_chosen_is_known_on_the_other_ranks() -> None:
+    """They have begun the call by then, and would wait for this rank until their timeouts."""
+
+    def body() -> None:
+        def interrupted(*arguments: Any) -> RankSchedule:
+            raise KeyboardInterrupt
+
+        rank = dist.get_rank()
+        if rank == 0:
+            MultiHostSchedules.choose = interrupted  # type: ignore[assignment, method-assign]
+        received, group = torch.empty(2 * (rank + 1)), dist.new_group()
+        with pytest.raises(KeyboardInterrupt if rank == 0 else CommInterruptedError):
+            dist.all_to_all_single(received, torch.ones(3), [rank + 1] * 2, [1, 2], group=group)
 
     span("a b", body)
 

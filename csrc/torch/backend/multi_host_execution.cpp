@@ -116,8 +116,13 @@ private:
     // of them a rank sends every block directly to its receiver, and only the order differs.
     SchedulePtr schedule_for_uneven(const CollectiveCall& call) override {
         const BlockLengths lengths = block_lengths(call);
-        return chosen(call.announced.collective, std::max(sum_of(lengths.outgoing), sum_of(lengths.incoming)),
-                      call.announced.root, false);
+        const auto bytes = std::max(sum_of(lengths.outgoing), sum_of(lengths.incoming));
+        try {
+            return chosen(call.announced.collective, bytes, call.announced.root, false);
+        } catch (...) {  // a signal handler has thrown, and the other ranks have begun the call
+            host_segment_->membership.give_notice({CommError::Kind::kInterrupted, rank_});
+            throw;
+        }
     }
     // Between hosts, only a barrier has no schedule. The agreement of all ranks is a barrier.
     void run_by_slots(const CollectiveCall& call, Milliseconds timeout) override { agree(call.announced, timeout, {}); }
