@@ -149,12 +149,13 @@ void Membership::check_failures(const std::function<bool(int)>& awaited, const W
     wait_graph_.heartbeat();
     check_abort(what);
     if (spans_hosts()) run_awaited_hook(awaited);
-    // 2. The awaited ranks. awaited() is called last: what a rank has posted before it left or died is visible then.
+    // 2. The awaited ranks. awaited() is called last: what a rank has posted before it left or died is visible then. A
+    // death comes first: other ranks may have left because of it.
+    const auto died = ended_processes([&](int peer) { return !has_left(peer) && awaited(peer); });
+    if (!died.empty()) throw_failure({CommError::Kind::kPeerDied, died.front()}, what);
     for (int peer = 0; peer < size_; ++peer) {
         if (has_left(peer) && awaited(peer)) throw_failure({CommError::Kind::kPeerLeft, group_rank(peer)}, what);
     }
-    if (const auto ended = ended_processes(awaited); !ended.empty())
-        throw_failure({CommError::Kind::kPeerDied, ended.front()}, what);
     // 3. This rank: another thread may have called stop(), and the hook runs signal handlers.
     check_stop(what);
     const auto now = Clock::now().time_since_epoch().count();
@@ -310,6 +311,9 @@ std::string Membership::error_text(const Notice& notice, const std::string& what
         case CommError::Kind::kPeerLeft:
             if (culprit == group_rank(rank_))
                 return own_name() + ": the group was destroyed or aborted on this rank in " + what;
+            if (const int dead = dead_rank(); dead >= 0)
+                return ranks + " has left the group in " + what + ", and " + title(dead) + loss_text(dead) +
+                       "; see the last output of both, and create the group again";
             return ranks + " has left the group in " + what + "; every rank must make the same calls before it leaves";
         case CommError::Kind::kInterrupted:
             return ranks + " was interrupted in " + what + "; the group has ended, create it again";

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import dist_prims
 from dist_prims.cli import main
-from dist_prims.errors import CommTimeoutError, PeerDiedError
+from dist_prims.errors import CommTimeoutError, PeerDiedError, PeerLeftError
 from dist_prims.launch import RankFailedError
 from dist_prims.rendezvous.deadline import until
 
@@ -235,3 +235,30 @@ def test_a_monitored_barrier_names_the_missing_ranks() -> None:
         dist.barrier()
 
     spawn(body, 4)
+
+
+def test_a_death_is_named_although_another_rank_has_left_because_of_it() -> None:
+    """Rank 0 sees the death in a group of two, and leaves. Rank 2 once named rank 0 alone, which is healthy."""
+
+    def body() -> list[str]:
+        rank, meeting = dist.get_rank(), store()
+        pair, everyone = dist.new_group([0, 1]), dist.new_group()
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 0:
+            with pytest.raises(PeerDiedError, match="rank 1"):
+                dist.barrier(pair)
+            dist.destroy_process_group()
+            meeting.set("left", "")
+            return []
+        until(lambda: meeting.check(["left"]), time.monotonic() + 50, "rank 0")
+        with pytest.raises(PeerLeftError) as of_message:
+            dist.recv(torch.ones(1), 0)  # awaits rank 0 only
+        with pytest.raises(PeerDiedError) as of_collective:
+            dist.all_reduce(torch.ones(2), group=everyone)  # awaits both
+        return [str(of_message.value), str(of_collective.value)]
+
+    _, _, texts = dist_prims.spawn(body, 3, backend="dist_prims", timeout=60, min_ranks=2)
+    assert re.search(r"rank 2: rank 0 has left the group in .*, and rank 1 \(process \d+\) has died; see", texts[0])
+    assert re.search(r": rank 1 \(process \d+\) has died in all_reduce", texts[1])
