@@ -44,8 +44,9 @@ void do_shares(std::size_t threads, std::size_t shares, const std::function<void
     });
     division->do_shares();
     while (division->ended.load(std::memory_order_acquire) < shares) std::this_thread::yield();
-    // A helper may release the division last. It would then release the error while the caller reads the text, which is
-    // counted in the C++ runtime, where ThreadSanitizer does not see it.
+    // Takes the error out of the division, which a helper may release last. The references to an error are counted in
+    // the C++ runtime, where ThreadSanitizer does not see it: it would report that the helper frees what the caller
+    // reads.
     for (std::exception_ptr& error : division->errors) {
         if (error) std::rethrow_exception(std::exchange(error, nullptr));
     }

@@ -28,9 +28,9 @@ struct HostSegment {
 
     // Makes the memory on rank 0, with the pages that rank 0 reserves.
     static Descriptor make_memory(int size, std::size_t slot) {
-        Descriptor memory = make_sparse_memory("dist_prims", bytes(size, slot));
-        check_available(
-            bytes(size, slot));  // for all ranks: what each of them reserves may be too little to be checked
+        const std::size_t of_all_ranks = bytes(size, slot);
+        Descriptor memory = make_sparse_memory("dist_prims", of_all_ranks);
+        check_available(of_all_ranks);  // what each rank reserves may be too little to be checked
         reserve_pages(memory, 0, size, slot);
         return memory;
     }

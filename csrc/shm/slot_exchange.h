@@ -42,7 +42,7 @@
 namespace dist_prims {
 
 // Throws Mismatch. Every rank calls it when the calls of two ranks differ.
-// `rank`: this rank; the others: the two ranks and their calls.
+// `own_name`: of this rank, with which the error begins; the others: the two ranks and their calls.
 [[noreturn]] void throw_mismatch(const std::string& own_name, int first, const Call& first_call, int second,
                                  const Call& second_call);
 
