@@ -2,7 +2,8 @@
 
 A hostname alone is not reliable: the containers of one image often share a hostname, and two containers on one machine
 may not be able to access each other's memory or loopback interface. A host is therefore identified by hostname, boot id
-of the kernel and network namespace. Ranks that agree in all three reach each other through 127.0.0.1.
+of the kernel, network namespace and user: processes of two users share no memory. Ranks that agree in all four reach
+each other through 127.0.0.1.
 """
 
 import functools
@@ -15,17 +16,18 @@ from pathlib import Path
 
 __all__: list[str] = []
 
-_DIGITS = 8  # of each of the two hashes in a host's name: of its machine, and of its network namespace
+_DIGITS = 8  # of each of the two hashes in a host's name: of its machine, and of its network namespace and user
 
 
 def host_id() -> str:
-    """Return a name that two processes share if and only if they run on one host.
+    """Return a name that two processes share if and only if they run on one host for one user.
 
     ``DIST_PRIMS_HOST_ID`` overrides the name.
     """
     if override := os.environ.get("DIST_PRIMS_HOST_ID"):
         return override
-    return f"{socket.gethostname()}-{_machine()}{_network()[:_DIGITS]}"
+    place = hashlib.sha256(f"{_network()} {os.geteuid()}".encode()).hexdigest()
+    return f"{socket.gethostname()}-{_machine()}{place[:_DIGITS]}"
 
 
 def on_one_machine(host_ids: Sequence[str]) -> bool:

@@ -9,7 +9,8 @@ make. It is the first of these:
 2. the secret of the user, which is the first of: ``DIST_PRIMS_SECRET``; the file ``DIST_PRIMS_SECRET_FILE``; the file
    ``~/.config/dist_prims/secret``;
 3. for ranks that meet at the loopback interface, a file of this user, which the first rank makes:
-   ``dist_prims/secret`` under ``XDG_CACHE_HOME`` (``~/.cache``).
+   ``dist_prims/secret-UID`` under ``XDG_CACHE_HOME`` (``~/.cache``). The name has the id of the user, because two users
+   may have one home: root has the home of another user under ``sudo -E`` and in containers.
 
 Over MPI and PMI rank 0 decides: if it has a secret of the user, all ranks need the same. A group that is merged from
 groups of several jobs has no launcher in common, so the first does not apply. Ranks without a secret are not
@@ -106,7 +107,8 @@ def of_this_host() -> Secret | None:
     """The secret of this user for ranks of one host, from a file that the first use makes; None if it cannot."""
     try:
         base = os.environ.get("XDG_CACHE_HOME", "")
-        path = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "dist_prims" / "secret"
+        cache = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+        path = cache / "dist_prims" / f"secret-{os.geteuid()}"
         if not os.path.exists(path):
             _make(path)
     except (OSError, RuntimeError):  # the latter: there is no home

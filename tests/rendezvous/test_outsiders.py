@@ -130,6 +130,23 @@ def test_a_process_without_the_secret_cannot_join(by: str, outsider: str, tmp_pa
     assert [result_of(rank_1), result_of(rank_0)] == ["3 of 2", "3 of 2"]
 
 
+def test_ranks_of_two_users_share_no_memory(tmp_path: Path) -> None:
+    """The kernel tells each rank the user of the other. The ranks were taken for ranks of one host, accepted no shared
+    memory of each other, and had "no sign of" each other until the timeout.
+    """
+    if os.geteuid() != 0:
+        pytest.skip("only root can start a process of another user")
+    url, secret = f"tcp://127.0.0.1:{free_port()}", {"DIST_PRIMS_SECRET": secrets.token_hex(32)}
+
+    def other_user() -> str:
+        become_another_user()
+        return joins(url, 1, "init_process_group", 40)
+
+    rank_0 = end_of(lambda: joins(url, 0, "init_process_group", 40), tmp_path, **secret)
+    rank_1 = end_of(other_user, tmp_path, **secret)
+    assert [result_of(rank_1), result_of(rank_0)] == ["3 of 2", "3 of 2"]
+
+
 def greetings(port: int, count: int) -> None:
     """Connections to a port that send garbage, or the beginning of a greeting, or nothing."""
     for number in range(count):
