@@ -4,6 +4,7 @@
 #include <array>
 #include <cstring>
 #include <stdexcept>
+#include <string_view>
 
 #include "checksum.h"
 
@@ -82,7 +83,9 @@ bool reduces(Op op, DType dtype, std::string* reason) {
     const bool has_fractions = is_complex || (dtype >= DType::kFloat16 && dtype <= DType::kFloat64);
     const char* why = nullptr;
     if (dtype >= DType::kWithoutKernel)
-        why = "this dtype can be copied, not reduced; convert to bfloat16";
+        why = std::string_view(name_of(dtype)).starts_with("complex")
+                  ? "this dtype can be copied, not reduced; convert to complex64"
+                  : "this dtype can be copied, not reduced; convert to bfloat16";
     else if ((op == Op::kAvg || op == Op::kPremulSum) && dtype == DType::kBool)
         why = "bool has no mean and no scale; convert to a number";
     else if ((op == Op::kMin || op == Op::kMax) && is_complex)

@@ -146,8 +146,18 @@ class Call:
         self._check_type(tensor)
         if self.is_flat(tensor):
             return tensor.detach().view(-1)
+        self.check(
+            all(stride or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)),
+            "several elements of the tensor lie in one place, as in an expanded tensor, so nothing can be received "
+            "into it; receive into a clone() of it",
+        )
         flat = self.read(tensor) if keep else tensor.new_empty(tensor.numel())
-        self.after.append(lambda: tensor.copy_(flat.view_as(tensor)))
+
+        def deliver() -> None:  # a tensor made in inference mode can be written in that mode only
+            with torch.inference_mode(tensor.is_inference() or torch.is_inference_mode_enabled()):
+                tensor.copy_(flat.view_as(tensor))
+
+        self.after.append(deliver)
         return flat
 
     def _check_type(self, tensor: torch.Tensor) -> None:

@@ -193,7 +193,8 @@ def test_bad_input_is_refused_before_anything_is_sent() -> None:
         turned, expanded = torch.ones(4, 3).t(), torch.ones(1).expand(4)
         for call, words in (
             (lambda: dist.all_reduce(torch.ones(2), Op.BXOR), "BXOR cannot reduce float32: operations on bits need"),
-            (lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e5m2)), "can be copied, not reduced"),
+            (lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e5m2)), "not reduced; convert to bfloat16"),
+            (lambda: dist.reduce(torch.ones(2).to(torch.complex32), 0), "not reduced; convert to complex64"),
             (lambda: dist.all_gather([torch.ones(2)], torch.ones(2)), "1 tensors for a group of 2 ranks"),
             (lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3)), "cannot be shared evenly by 2 ranks"),
             # The blocks of 6 elements are no views of a transposed output with 3 rows.

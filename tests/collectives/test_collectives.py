@@ -289,6 +289,15 @@ def test_tensors_of_every_shape(backend: str) -> None:
         assert leaf.tolist() == [3.0] * 5
         assert (leaf.requires_grad, leaf.is_leaf) == (True, True)
 
+        with torch.inference_mode():
+            inferred = torch.full((3, 2), rank).t()
+        dist_prims.all_reduce(inferred, algorithm="ring")
+        equal(inferred, torch.full((2, 3), 3), "made in inference mode, written outside of it")
+        with pytest.raises(
+            ValueError, match="several elements of the tensor lie in one place"
+        ):  # was an error at the end
+            dist_prims.all_reduce(torch.ones(1).expand(4), algorithm="ring")
+
         number = torch.tensor([1 + 2j * rank, 3 - 1j * rank])
         conjugate = number.conj()
         assert conjugate.is_conj()  # a view with a flag, not the bytes that it stands for

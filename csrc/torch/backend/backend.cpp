@@ -185,7 +185,7 @@ WorkPtr PrimsBackend::run_or_enqueue(std::vector<CollectiveCall> calls, const Ca
     job->title = options.title;
     job->done = work->completion();
     job->run = [this, self = weak_reference(), calls = std::move(calls), timeout = options.timeout, entry,
-                caller = CallerContext(work->result()), called = tracing() ? trace_now() : 0]() mutable {
+                caller = CallerStream(work->result()), called = tracing() ? trace_now() : 0]() mutable {
         trace_queued(*trace_group_, calls.front().announced, called);
         caller.run([&] { run_calls(calls, timeout, entry); });
     };
@@ -358,7 +358,7 @@ WorkPtr PrimsBackend::start_message(const CallOptions& options, const Tensors& t
     // 2. What the thread that completes the message does: it delivers the data, and completes the Work.
     auto work = c10::make_intrusive<PrimsWork>(rank_, options.type, options.title, tensors, messages_);
     const MessageData data(tensor, outgoing);
-    auto done = [this, self = weak_reference(), data, outgoing, record, caller = CallerContext(tensors),
+    auto done = [this, self = weak_reference(), data, outgoing, record, caller = CallerStream(tensors),
                  finish = work->completion()](std::exception_ptr error) {
         if (!outgoing && !error) error = caught([&] { caller.run([&] { data.deliver(); }); });
         caught([&] {

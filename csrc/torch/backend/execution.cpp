@@ -33,7 +33,8 @@ void stage_outputs(CollectiveCall& call) {
 // Copies staging buffers to the outputs, in the order of the blocks.
 void deliver(const CollectiveCall& call) {
     for (std::size_t block = 0; block < call.user_outputs.size(); ++block) {
-        if (!call.user_outputs[block].is_same(call.outputs[block])) call.user_outputs[block].copy_(call.outputs[block]);
+        if (!call.user_outputs[block].is_same(call.outputs[block]))
+            copy_result(call.user_outputs[block], call.outputs[block]);
     }
 }
 

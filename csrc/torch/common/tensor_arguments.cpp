@@ -3,6 +3,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/TensorUtils.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/SmallVector.h>
 #include <torch/headeronly/version.h>
 
@@ -149,6 +150,11 @@ at::Tensor packed(const at::Tensor& tensor) {
 
 at::Tensor packed_buffer(const at::Tensor& tensor) {
     return at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
+}
+
+void copy_result(const at::Tensor& tensor, const at::Tensor& received) {
+    const c10::InferenceMode mode(tensor.is_inference() || c10::InferenceMode::is_enabled());
+    tensor.copy_(received);
 }
 
 bool outputs_overlap(const Tensors& inputs, const Tensors& outputs) {

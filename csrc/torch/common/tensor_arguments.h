@@ -41,6 +41,10 @@ Counts element_counts(const Tensors& tensors);
 Blocks blocks_of(const Tensors& tensors);
 Places places_of(const Tensors& tensors);
 
+// Copies what has been received to the tensor of the user. A tensor that was made in inference mode can be written in
+// inference mode only, which the user may have left.
+void copy_result(const at::Tensor& tensor, const at::Tensor& received);
+
 // The tensor of a message: `flat` is packed memory to read from or to write to, of the tensor itself or of a copy.
 // deliver() copies `flat` to the tensor if it is a copy.
 struct MessageData {
@@ -50,7 +54,7 @@ struct MessageData {
         : tensor(tensor), flat(outgoing || is_packed(tensor) ? packed(tensor) : packed_buffer(tensor)) {}
     std::byte* data() const { return bytes_of(flat); }
     void deliver() const {
-        if (!flat.is_same(tensor)) tensor.copy_(flat);
+        if (!flat.is_same(tensor)) copy_result(tensor, flat);
     }
 };
 

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <ATen/core/grad_mode.h>
-#include <c10/core/InferenceMode.h>
 #include <c10/core/StreamGuard.h>
 
 #include <functional>
@@ -103,24 +102,20 @@ private:
 // CPU.
 std::optional<c10::Stream> current_stream(const std::vector<at::Tensor>& tensors);
 
-// The modes of the thread that makes this object, for the part of its call that another thread runs: a tensor that was
-// made in inference mode can be written in inference mode only, and a result for another device is copied to it in the
-// order of the caller's stream.
-class CallerContext {
+// The stream of the thread that makes this object, for the part of its call that another thread runs: a result for
+// another device is copied to it in the order of the caller's stream.
+class CallerStream {
 public:
-    explicit CallerContext(const std::vector<at::Tensor>& outputs) : stream_(current_stream(outputs)) {}
-    // Runs `act` in these modes, without gradients.
+    explicit CallerStream(const std::vector<at::Tensor>& outputs) : stream_(current_stream(outputs)) {}
+    // Runs `act` on this stream, without gradients.
     template <typename Act>
     void run(const Act& act) const {
-        std::optional<c10::InferenceMode> inference;
-        if (in_inference_) inference.emplace();
         const at::NoGradGuard no_grad;
         const c10::OptionalStreamGuard on_stream(stream_);
         act();
     }
 
 private:
-    bool in_inference_ = c10::InferenceMode::is_enabled();
     std::optional<c10::Stream> stream_;
 };
 
