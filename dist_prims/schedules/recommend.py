@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..units import check_bytes
 from .closed_form_load import TooManyMessages
@@ -28,6 +29,7 @@ from .cost_card import ceil_log2
 from .load import LINK, REDUCED, Hosts, Load
 from .registry import Algorithm, algorithms, load_by_card, lookup, nearest
 from .schedule import Schedule
+from .steps import Phase, Steps
 from .topology import Topology
 from .trust import may_be_chosen, priced
 
@@ -128,17 +130,27 @@ def _counts_of_steps(schedule: Schedule, topology: Topology) -> tuple[int, int, 
     The first two are the largest of any host, the last two are of all steps together. Concurrent streams slow each
     other down on a link. A connection that has been idle begins slowly: TCP first finds out again how fast it may send.
     """
-    fan_in, transfers, hosts, host_of = 0, 0, len(topology.hosts), Hosts.of(topology).host_of
-    reached = np.zeros((hosts, hosts), np.bool_)
-    for step in schedule.steps:
-        messages, _ = step.narrow
-        sends = np.zeros((hosts, hosts), np.bool_)  # from the host of the row to the host of the column
-        sends[host_of[messages.src], host_of[messages.dst]] = True
-        np.fill_diagonal(sends, False)
-        fan_in = max(fan_in, int(sends.sum(axis=0).max()))
-        reached |= sends
+    hosts = Hosts.of(topology)
+    counts = [_counts_of_phase(phase, hosts) for phase in schedule.steps.phases or (schedule.steps,)]
+    fan_ins, reached, transfers = zip(*counts, strict=True)
+    return max(fan_ins), int(np.logical_or.reduce(reached).sum(axis=1).max()), sum(transfers)
+
+
+@functools.lru_cache(maxsize=64)  # hierarchies that differ in one phase share the others
+def _counts_of_phase(steps: Steps | Phase, hosts: Hosts) -> tuple[int, NDArray[np.bool_], int]:
+    """The same of some steps, with the matrix reached[host, host] in place of the second count."""
+    fan_in, transfers, number, host_of = 0, 0, len(hosts.ranks), hosts.host_of
+    reached = np.zeros((number, number), np.bool_)
+    for step in steps:
         transfers += len(step)
-    return fan_in, int(reached.sum(axis=1).max()), transfers
+        messages, _ = step.narrow
+        src, dst = host_of[messages.src], host_of[messages.dst]
+        if (outer := src != dst).any():
+            sends = np.zeros_like(reached)  # from the host of the row to the host of the column
+            sends[src[outer], dst[outer]] = True
+            fan_in = max(fan_in, int(sends.sum(axis=0).max()))
+            reached |= sends
+    return fan_in, reached, transfers
 
 
 def _preference(candidate: Candidate, topology: Topology) -> tuple[Any, ...]:

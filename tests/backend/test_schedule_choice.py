@@ -16,7 +16,7 @@ from dist_prims.backend.link_costs import ASSUMED
 from dist_prims.backend.multi_host import MultiHostSchedules
 from dist_prims.schedules import Schedule, Step, algorithm, build, program, registry, schedule_builder, unregister
 from dist_prims.schedules.program import compile_program
-from dist_prims.schedules.recommend import recommend
+from dist_prims.schedules.recommend import _counts_of_phase, recommend
 from dist_prims.schedules.topology import Topology
 
 COLLECTIVES = (
@@ -37,6 +37,7 @@ def clear() -> None:
         schedule_builder._build_once,
         registry._known_load,
         program._compiled,
+        _counts_of_phase,
     ):
         cached.cache_clear()
 
