@@ -27,7 +27,6 @@ import torch.distributed as dist
 from ..backend_name import NAME
 from ..collectives.group_hosts import remember_hosts
 from ..collectives.proof_before_use import require_proof
-from ..errors import PeerDiedError
 from ..rendezvous.group_secret import address_of_store, announce_missing_secret, secret_of_group
 from ..rendezvous.handshake import HOSTS, handshake
 from ..rendezvous.hosts import host_id, network_number
@@ -39,6 +38,7 @@ from ..torch_compat import backend_of, default_group, device_types, nccl_options
 from ..tracing import clock
 from ..tracing.session import begin_trace_of_environment
 from . import link_costs, mpi_library, quorum_ranks, tcp_endpoint, transport_selection, ucx_library
+from .death_monitor import DeathMonitor, RemoteProcesses
 from .dump_flight_record import dump_file
 from .extension import extension
 from .group_setup import GroupSetup, MadeGroup
@@ -51,8 +51,6 @@ from .tuning import ONE_SHOT_BYTES, tuned
 __all__: list[str] = []
 
 _CPU = torch.device("cpu")
-_EXIT_TIME = 0.5  # seconds from the end of a connection to the end of its process
-
 
 _groups: weakref.WeakSet[MadeGroup] = weakref.WeakSet()  # the groups of this process, as long as their backends exist
 _lock = threading.Lock()  # of _groups: a repair makes a group on a thread of its own
@@ -128,9 +126,9 @@ def make_group(request: GroupRequest, ended: Callable[[], list[int]] | None = No
     """Create the backend of a group, on each of its ranks.
 
     ``ended`` returns the ranks of the new group whose processes have ended. By default the default group is asked,
-    which watches all processes of this host.
+    which knows the processes of its ranks.
     """
-    monitor = _DeathMonitor(request.rank, ended or _ended_by_default_group(request))
+    monitor = DeathMonitor(request.rank, ended or _ended_by_default_group(request))
     try:
         return _make_group(request, monitor)
     except dist.DistError:  # the store ends with the process of its rank
@@ -138,7 +136,7 @@ def make_group(request: GroupRequest, ended: Callable[[], list[int]] | None = No
         raise
 
 
-def _make_group(request: GroupRequest, monitor: _DeathMonitor) -> Any:
+def _make_group(request: GroupRequest, monitor: DeathMonitor) -> Any:
     # 1. Settings: a wrong one raises before anything is sent.
     begin_trace_of_environment()
     options = keep_options(request.name, request.given)
@@ -279,43 +277,23 @@ class _TemporaryKeys:
 
 
 def _ended_by_default_group(request: GroupRequest) -> Callable[[], list[int]]:
-    """Return a function that returns the ranks of a new group that have ended, as the default group has seen.
+    """Return a function that returns the ranks of a new group that have ended, as the default group knows.
 
     Where the new group is the default group, or the default group has another backend or other ranks, no death is
-    detected before the ranks have attached to the shared memory.
+    detected before the ranks have attached to the shared memory. Nor is a death on another host where MPI carries the
+    messages: a firewall may then refuse the probes of a process that runs.
     """
     ranks = [] if Trait.NO_GLOBAL_RANKS in request.traits else [*request.ranks]
     default = default_group() if ranks and dist.is_initialized() else None
-    if default is None or _CPU.type not in device_types(default):
+    if default is None or not (made := find_made_group(default)):
         return list
-    ended = getattr(backend_of(default, _CPU), "ended", list)
-    return lambda: [ranks.index(rank) for rank in ended() if rank in ranks]
-
-
-class _DeathMonitor:
-    """Detects that a rank has died while its group is created. ``rank`` is this rank, for errors."""
-
-    def __init__(self, rank: int, ended: Callable[[], list[int]]) -> None:
-        self._rank, self._ended = rank, ended
-
-    def first_dead(self) -> int:
-        """Return a rank of the new group whose process has ended; -1 if there is none. C++ calls it too."""
-        return next(iter(self._ended()), -1)
-
-    def check(self) -> None:
-        """Raise PeerDiedError if a process has ended."""
-        if (culprit := self.first_dead()) >= 0:
-            raise PeerDiedError(
-                f"rank {self._rank}: rank {culprit} has died while the group was made; see the last output of that "
-                "rank, and start the group again"
-            )
-
-    def wait_and_raise(self) -> None:
-        """Raise PeerDiedError if a process ends soon: its connections end a little before the process."""
-        deadline = time.monotonic() + _EXIT_TIME
-        while time.monotonic() < deadline:
-            self.check()
-            time.sleep(0.01)
+    backend = backend_of(default, _CPU)
+    elsewhere: dict[int, str] = {}
+    if getattr(backend, "transport", "") in ("tcp", "ucx"):
+        here = made.hosts[ranks[request.rank]]
+        elsewhere = {rank: made.addresses[rank] for rank in ranks if made.hosts[rank] != here}
+    ended_here, processes = getattr(backend, "ended", list), RemoteProcesses(elsewhere)
+    return lambda: [ranks.index(rank) for rank in [*ended_here(), *processes.ended()] if rank in ranks]
 
 
 class _Handshake(NamedTuple):
@@ -328,7 +306,7 @@ class _Handshake(NamedTuple):
     common: _Common
 
 
-def _handshake(request: GroupRequest, requested: str, monitor: _DeathMonitor) -> _Handshake:
+def _handshake(request: GroupRequest, requested: str, monitor: DeathMonitor) -> _Handshake:
     """Meet the other ranks in the store of the request (:func:`dist_prims.rendezvous.handshake.handshake`)."""
     rank, size, timeout = request.rank, request.size, request.timeout
     store = dist.PrefixStore(NAME, request.store)

@@ -109,8 +109,10 @@ def test_a_rank_that_has_attached_and_dies(victim: int, tmp_path: Path) -> None:
         assert f"rank {victim} has died" in text or f"rank {victim} does not listen" in text, text
 
 
-def test_the_store_that_dies_with_rank_0(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hosts", ["aaa", "abc"])
+def test_the_store_that_dies_with_rank_0(hosts: str, tmp_path: Path) -> None:
     def body(rank: int) -> Any:
+        os.environ["DIST_PRIMS_HOST_ID"] = hosts[rank]
         join_at_rank_0(rank, 3, tmp_path)
         dist.barrier()
         if rank == 0:
@@ -223,6 +225,41 @@ def test_a_group_of_other_ranks_is_made_although_one_has_died(tmp_path: Path) ->
         return tensor.tolist()
 
     assert run_ranks(body, 3, tmp_path) == [[2.0] * 3, -signal.SIGKILL, [2.0] * 3]
+
+
+@pytest.mark.parametrize(
+    ("layout", "victim"),
+    [("a a b b", 3), pytest.param("a b c", 0, marks=pytest.mark.slow), pytest.param("a b", 1, marks=pytest.mark.slow)],
+)
+def test_a_rank_of_another_host_that_dies_before_it_makes_the_group(layout: str, victim: int) -> None:
+    """Other hosts waited for the timeout, 30 minutes by default. Rank 3 of "a a b b" has no connection to host a."""
+
+    def body() -> tuple[str, str]:
+        dist.barrier()
+        if dist.get_rank() == victim:
+            die()
+        return new_group()
+
+    outcomes = span(layout, body, losses=1)
+    assert outcomes.pop(victim) is None
+    for kind, text in outcomes:
+        assert (kind, f"rank {victim} has died while the group was made" in text) == ("PeerDiedError", True), text
+
+
+def test_a_late_rank_of_another_host_is_waited_for_although_a_rank_of_no_concern_has_died() -> None:
+    """Rank 3 comes after several probes. Rank 1 has died, and is no member of the new group."""
+
+    def body() -> Any:
+        rank = dist.get_rank()
+        dist.barrier()
+        if rank == 1:
+            die()
+        time.sleep(2.5 * (rank == 3))
+        group = dist.new_group([0, 2, 3], use_local_synchronization=True, timeout=timedelta(seconds=60))
+        dist.all_reduce(tensor := torch.ones(3), group=group)
+        return tensor.tolist()
+
+    assert span("a b b c", body, losses=1) == [[3.0] * 3, None, [3.0] * 3, [3.0] * 3]
 
 
 @pytest.mark.slow
