@@ -7,6 +7,7 @@ import pickle
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -81,21 +82,20 @@ def test_the_file_of_this_host_is_made_once(tmp_path: Path, monkeypatch: pytest.
     assert other.code("a") != found[0].code("a")
 
 
-def test_two_users_of_one_home_have_a_secret_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_users_of_one_home_have_a_secret_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Root with the home of another user, as under sudo -E, could not start a job: "belongs to user 65534"."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if os.geteuid() != 0:
         pytest.skip("only root can act as another user")
-    root = of_this_host()
-    os.chown(tmp_path / "dist_prims", 65534, 65534)
-    for folder in tmp_path.parents[:2]:  # pytest's, which other users may not enter
-        folder.chmod(0o711)
-    tmp_path.chmod(0o711)
-    os.seteuid(65534)
-    try:
-        other = of_this_host()
-    finally:
-        os.seteuid(0)
+    with TemporaryDirectory() as home:  # other users may not enter the folders of pytest
+        os.chmod(home, 0o711)
+        monkeypatch.setenv("XDG_CACHE_HOME", home)
+        root = of_this_host()
+        os.chown(f"{home}/dist_prims", 65534, 65534)
+        os.seteuid(65534)
+        try:
+            other = of_this_host()
+        finally:
+            os.seteuid(0)
     assert root
     assert other
     assert root.code("a") != other.code("a")
