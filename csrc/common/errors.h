@@ -9,7 +9,17 @@ namespace dist_prims {
 // A failure of communication. After kMismatch the group remains usable; after every other kind it does not.
 class CommError : public std::runtime_error {
 public:
-    enum class Kind { kMismatch, kPeerDied, kPeerLeft, kTimeout, kInterrupted, kLost, kUnreachable, kExhausted };
+    enum class Kind {
+        kMismatch,
+        kPeerDied,
+        kPeerLeft,
+        kTimeout,
+        kInterrupted,
+        kLost,
+        kUnreachable,
+        kExhausted,
+        kSilent
+    };
     CommError(Kind kind, const std::string& message, bool is_repeated = false)
         : std::runtime_error(message), kind(kind), is_repeated(is_repeated) {}
     const Kind kind;

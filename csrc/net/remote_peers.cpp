@@ -307,9 +307,10 @@ void RemotePeers::receive_notice(std::chrono::milliseconds limit) {
         std::this_thread::sleep_for(kBetweenLooks);
     }
     try {
-        if (notice_request_->wait(limit))
-            membership_.give_notice({static_cast<CommError::Kind>(received_notice_.kind), received_notice_.culprit,
-                                     received_notice_.other});
+        if (!notice_request_->wait(limit)) return;
+        const auto& [kind, culprit, other] = received_notice_;
+        const Membership::Notice notice{static_cast<CommError::Kind>(kind), culprit, other};
+        membership_.give_notice(diagnosis_->corrected(notice, notice_request_->source()));
     } catch (const Transport::TransportError&) {  // no notice will come
     }
 }

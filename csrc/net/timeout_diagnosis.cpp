@@ -100,7 +100,7 @@ void TimeoutDiagnosis::on_message() {
     if (const Remark& remark = received_.front(); remark.kind >= 0) {
         const Membership::Notice notice{static_cast<CommError::Kind>(remark.kind), remark.target, remark.rank};
         if (!sends_to_all()) send_notice(notice);
-        return callback_(notice);
+        return callback_(corrected(notice, remark_request_->source()));
     }
     {
         const std::lock_guard lock(mutex_);
@@ -114,6 +114,15 @@ void TimeoutDiagnosis::on_message() {
         changed_.notify_all();
     }
     callback_(std::nullopt);
+}
+
+// What is to be said of a notice from this rank. If it names a rank as late that has replied here, that reply has not
+// reached the other one: one of the two is cut off. In a large group the rank may only have forwarded the notice.
+Membership::Notice TimeoutDiagnosis::corrected(const Membership::Notice& notice, int from) {
+    const std::lock_guard lock(mutex_);
+    const bool names_a_rank = notice.kind == CommError::Kind::kLost && notice.other < 0;
+    if (!names_a_rank || !sends_to_all() || !awaits_.count(notice.culprit)) return notice;
+    return {CommError::Kind::kSilent, notice.culprit, from};
 }
 
 // Under the lock. Returns false if the remark is known.
@@ -177,6 +186,11 @@ void TimeoutDiagnosis::send_new_remarks() {
     new_remarks_.clear();
 }
 
+// Under the lock.
+void TimeoutDiagnosis::note_unanswering() {
+    for (const int rank : transport_.unanswering()) unanswered_.insert({me_, rank});
+}
+
 // Under the lock. A rank that waits for no other rank may have sent data that is not answered, too.
 void TimeoutDiagnosis::report_unanswering() {
     if (std::exchange(has_reported_, true)) return;
@@ -216,6 +230,7 @@ Membership::Notice TimeoutDiagnosis::diagnose(int awaited, const std::function<b
         if (!done) looks += changed_.wait_for(lock, kBetweenLooks) == std::cv_status::timeout;
     }
     const std::lock_guard lock(mutex_);
+    note_unanswering();  // the remarks that this rank has sent may not be answered
     return find_cause(awaited);
 }
 
@@ -231,6 +246,15 @@ bool TimeoutDiagnosis::is_cut(int rank, int other) const {
            has_replied(other);
 }
 
+// Under the lock. The cause if this rank has not replied. If its host has not answered a rank either, the rank may be
+// healthy, and the other one cut off. It would be blamed by all if the notice is the first to arrive as the link heals.
+Membership::Notice TimeoutDiagnosis::without_reply(int rank) const {
+    for (const auto& [other, target] : unanswered_) {
+        if (target == rank && has_replied(other)) return {CommError::Kind::kSilent, rank, other};
+    }
+    return {CommError::Kind::kLost, rank};
+}
+
 // Under the lock. The cause of the timeout, according to the remarks. Ranks with the same remarks find the same cause.
 Membership::Notice TimeoutDiagnosis::find_cause(int awaited) const {
     // 1. A rank waits for another, and the link between them is cut.
@@ -243,11 +267,11 @@ Membership::Notice TimeoutDiagnosis::find_cause(int awaited) const {
     std::set<int> chain;
     int last = awaited;
     for (; chain.insert(last).second; last = awaits_.at(last)) {
-        if (!awaits_.count(last)) return {CommError::Kind::kLost, last};
+        if (!awaits_.count(last)) return without_reply(last);
     }
     // 3. A circle, of which an edge may be out of date (see announce()). Look for a rank outside it without a reply.
     for (const auto& [rank, target] : awaits_) {
-        if (!awaits_.count(target)) return {CommError::Kind::kLost, target};
+        if (!awaits_.count(target)) return without_reply(target);
     }
     // 4. A deadlock. Name its lowest rank, and the rank for which that one waits.
     int first = last;
@@ -257,7 +281,7 @@ Membership::Notice TimeoutDiagnosis::find_cause(int awaited) const {
 
 std::vector<TimeoutDiagnosis::Link> TimeoutDiagnosis::cut_links() {
     const std::lock_guard lock(mutex_);
-    for (const int rank : transport_.unanswering()) unanswered_.insert({me_, rank});  // since report_unanswering()
+    note_unanswering();  // since report_unanswering()
     std::vector<Link> cut;
     for (const auto& [rank, other] : unanswered_) {
         if (is_cut(rank, other)) cut.push_back({rank, other});

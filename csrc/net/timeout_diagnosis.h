@@ -60,6 +60,8 @@ public:
     Membership::Notice diagnose(int awaited, const std::function<bool()>& stops);
     // Tells the cause of the group's end to all other ranks.
     void send_notice(const Membership::Notice& notice);
+    // What to tell of a notice that has come from a rank: the same, or that the culprit may be healthy.
+    Membership::Notice corrected(const Membership::Notice& notice, int from);
     // Whether send_notice() sends to this rank, rather than other ranks that forward the notice to it.
     bool is_successor(int rank) const;
 
@@ -82,6 +84,7 @@ private:
     using Remarks = std::vector<Remark>;
 
     void announce(int awaited);
+    void note_unanswering();
     void report_unanswering();
     void send(int to, const std::shared_ptr<const Remarks>& message);
     void send_to_successors(Remarks remarks);
@@ -96,6 +99,7 @@ private:
     void run_listener();
     void on_message();
     Membership::Notice find_cause(int awaited) const;
+    Membership::Notice without_reply(int rank) const;
 
     Transport& transport_;
     const int tag_, me_;

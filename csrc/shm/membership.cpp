@@ -202,7 +202,7 @@ int Membership::dead_rank() const {
 
 std::vector<int> Membership::named_ranks() const {
     const auto first = notice();
-    if (!first || first->other >= 0) return {};  // with `other` a link has failed, and not a rank
+    if (!first || first->other >= 0) return {};  // with `other` a link has failed, or one of two ranks
     if (first->kind == CommError::Kind::kPeerDied || first->kind == CommError::Kind::kLost ||
         first->kind == CommError::Kind::kExhausted)
         return {first->culprit};
@@ -214,6 +214,12 @@ std::vector<int> Membership::named_ranks() const {
         if (late.rank >= 0) ranks.push_back(late.rank);
     }
     return ranks;
+}
+
+std::vector<int> Membership::doubtful_ranks() const {
+    const auto first = notice();
+    if (!first || first->kind != CommError::Kind::kSilent) return {};
+    return {first->culprit, first->other};
 }
 
 bool Membership::give_notice(const Notice& notice) const {
@@ -324,6 +330,10 @@ std::string Membership::error_text(const Notice& notice, const std::string& what
                        "; see whether their sends and receives match, and whether the link between them delivers";
             return ranks + " has not replied in time in " + what +
                    "; see whether it is busy or waits elsewhere, and whether its host and the link are up" +
+                   (is_first_contact ? "; look for " + firewall_text() : "");
+        case CommError::Kind::kSilent:
+            return ranks + " has not replied to " + title(other) + " in time, in " + what +
+                   "; see whether it is busy, and whether the hosts of both are up and the link between them delivers" +
                    (is_first_contact ? "; look for " + firewall_text() : "");
         case CommError::Kind::kUnreachable:
             return own_name() + ": no rank is late, but " + title(culprit) + " cannot be reached from " + title(other) +

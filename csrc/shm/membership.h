@@ -65,8 +65,10 @@ public:
     // The cause of the group's end.
     struct Notice {
         CommError::Kind kind;
-        int culprit;     // a group rank; of kTimeout: the rank that has timed out
-        int other = -1;  // a group rank. kUnreachable: cannot reach the culprit; kLost: the culprit waits for it
+        int culprit;  // a group rank; of kTimeout: the rank that has timed out
+        // A group rank. kUnreachable: cannot reach the culprit; kSilent: the culprit has not replied to it, and the
+        // link between them may be the cause; kLost: the culprit waits for it.
+        int other = -1;
     };
 
     // `place` points to bytes(size) of the shared memory.
@@ -146,6 +148,8 @@ public:
     int dead_rank() const;
     // The group ranks that the error of the group names as dead, lost or late.
     std::vector<int> named_ranks() const;
+    // Of kSilent: the two group ranks of which one may be cut off from the others, the culprit first.
+    std::vector<int> doubtful_ranks() const;
 
     // Called at intervals by a wait for the ranks for which `awaited` holds. Throws, and ends the group, if one of
     // these ranks has died or left, if the group has ended, or if stop() or the hook of on_wait() ends the wait.

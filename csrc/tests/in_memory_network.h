@@ -180,6 +180,10 @@ private:
             const std::lock_guard lock(network.mutex);
             return receive->done;
         }
+        int source() override {
+            const std::lock_guard lock(network.mutex);
+            return receive->address.from;
+        }
         void abort() override {
             const std::lock_guard lock(network.mutex);
             aborted = true;

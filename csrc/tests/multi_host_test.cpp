@@ -4,6 +4,7 @@
 
 #include <fcntl.h>
 
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -411,14 +412,16 @@ CASE(many_ranks_learn_of_a_failure_over_few_connections) {
     CHECK(links.size() == kSize);
 }
 
-// Each rank waits for the next one. `dropped`: between these ranks messages vanish.
-void wait_in_a_circle(const std::set<std::pair<int, int>>& dropped, CommError::Kind kind, const std::string& text) {
+// Each rank waits for the next one. `dropped`: between these ranks messages vanish. `texts`: what the error of each
+// says.
+void wait_in_a_circle(const std::set<std::pair<int, int>>& dropped, CommError::Kind kind,
+                      const std::array<std::string, 3>& texts) {
     const auto body = [&](MultiHostGroup& group, int rank) {
         std::byte nothing{};
         const auto receive_byte = [&] {
             group.router.wait({group.router.receive((rank + 1) % 3, group.router.next(), &nothing, 1, 500ms)});
         };
-        CHECK(fails(kind, receive_byte, text));
+        CHECK(fails(kind, receive_byte, texts[static_cast<std::size_t>(rank)]));
         group.remote.end();
     };
     run_group({{0}, {1}, {2}}, body, nullptr, dropped);
@@ -427,10 +430,46 @@ void wait_in_a_circle(const std::set<std::pair<int, int>>& dropped, CommError::K
 // All ranks reply, so none is late. A rank was named, at each rank another one.
 CASE(a_circle_of_waits_is_no_ranks_fault) {
     using Kind = CommError::Kind;
+    const auto by_all = [](const std::string& text) { return std::array{text, text, text}; };
     wait_in_a_circle({}, Kind::kLost,
-                     "no rank is late, but the ranks wait for each other in a circle, rank 0 on host 0");
-    wait_in_a_circle({{1, 0}}, Kind::kUnreachable, "rank 1 on host 1 cannot be reached from rank 0 on host 0");
-    wait_in_a_circle({{0, 2}, {2, 0}}, Kind::kUnreachable, "rank 2 on host 2 cannot be reached from rank 0 on host 0");
+                     by_all("no rank is late, but the ranks wait for each other in a circle, rank 0 on host 0"));
+    wait_in_a_circle({{1, 0}}, Kind::kUnreachable, by_all("rank 1 on host 1 cannot be reached from rank 0 on host 0"));
+    wait_in_a_circle({{0, 2}, {2, 0}}, Kind::kUnreachable,
+                     by_all("rank 2 on host 2 cannot be reached from rank 0 on host 0"));
+}
+
+// Rank 2 receives no reply, and named rank 0 as late. All ranks did, if its notice arrived first as the link healed.
+CASE(a_rank_that_is_cut_off_does_not_blame_the_rank_it_waits_for) {
+    const std::string by_others = "rank 2 on host 2 has not replied to rank 0 on host 0 in time";
+    wait_in_a_circle({{0, 2}, {2, 0}, {1, 2}, {2, 1}}, CommError::Kind::kSilent,
+                     {by_others, by_others, "rank 0 on host 0 has not replied to rank 2 on host 2 in time"});
+}
+
+// Rank 0 names rank 1, whose reply has reached rank 2. No bytes of rank 0 need be unanswered: as a link heals, the one
+// direction may deliver before the other. All ranks named rank 1.
+CASE(a_rank_that_has_replied_is_not_named_by_a_notice) {
+    using Kind = CommError::Kind;
+    const int tag = Tags(InMemoryTransport::kLargestTag).diagnosis();
+    InMemoryNetwork network;
+    InMemoryTransport transports[] = {{network, 0}, {network, 1}, {network, 2}};
+    std::atomic<int> kind{-1}, other{-1};
+    const auto ignore = [](const auto&) {};
+    const auto note = [&](const std::optional<Membership::Notice>& notice) {
+        if (!notice) return;
+        other = notice->other;
+        kind = static_cast<int>(notice->kind);
+    };
+    TimeoutDiagnosis sender(transports[0], tag, 0, {1, 2}, ignore), waiting(transports[1], tag, 1, {0, 2}, ignore);
+    TimeoutDiagnosis receiver(transports[2], tag, 2, {0, 1}, note);
+    const Membership::Notice lost{Kind::kLost, 1};
+    CHECK(receiver.corrected(lost, 0).kind == Kind::kLost);
+    waiting.diagnose(2, [] { return true; });
+    wait_until([&] { return receiver.corrected(lost, 0).kind == Kind::kSilent; });
+    CHECK(receiver.corrected({Kind::kLost, 2}, 0).kind == Kind::kLost);  // rank 2 itself is busy
+    CHECK(receiver.corrected({Kind::kPeerDied, 1}, 0).kind == Kind::kPeerDied);
+    sender.send_notice(lost);
+    wait_until([&] { return kind == static_cast<int>(Kind::kSilent); });
+    CHECK(other == 0);
 }
 
 // Rank 2 leaves in the middle of a program. What the transport keeps of the receives stays in memory until the

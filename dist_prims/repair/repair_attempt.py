@@ -88,11 +88,13 @@ class RepairAttempt:
         self._rank: int = backend.rank()
         self._spans_hosts: bool = backend.spans_hosts
         self._is_on_several_hosts = self._spans_hosts or is_remote  # the old group, or the new one
-        # What the error of the old group says: ranks that are dead, lost or late, and links that do not deliver.
+        # What the error of the old group says: ranks that are dead, lost or late, links that do not deliver, and two
+        # ranks of which one may be cut off from the others.
         self._named_ranks = frozenset(backend.named_ranks()) - {self._rank}
         self._cut_links = frozenset((min(link), max(link)) for link in backend.cut_links())
         hosts = self._old_group.hosts
-        self._faulty_hosts = {hosts[rank] for rank in self._named_ranks.union(*self._cut_links)} - {hosts[self._rank]}
+        faulty_ranks = self._named_ranks.union(backend.doubtful_ranks(), *self._cut_links)
+        self._faulty_hosts = {hosts[rank] for rank in faulty_ranks} - {hosts[self._rank]}
         # What this rank has found out since the error.
         self._registers = self._open_registers()
         self._began = time.monotonic()
@@ -166,7 +168,8 @@ class RepairAttempt:
         if not self._spans_hosts:
             return SharedRegisters(self._old_backend, self._agreement)
         group = self._old_group
-        late_hosts = {group.hosts[rank] for rank in self._named_ranks} - {group.hosts[self._rank]}
+        late_ranks = self._named_ranks.union(self._old_backend.doubtful_ranks()[:1])  # the first has not replied
+        late_hosts = {group.hosts[rank] for rank in late_ranks} - {group.hosts[self._rank]}
 
         def connect(server: int) -> Server:
             is_own = server == self._rank  # these are called directly

@@ -361,7 +361,8 @@ class Storm:
             is_gone = other in self.killed or other not in self.processes
             faults = self.shown_faults(other, {*self.kinds} - {"block"})
             assert other == number or is_gone or faults, f"a healthy process, {other}, is blamed by {number}"
-        for ends in re.findall(r"on host host(\d+) cannot be reached from rank \d+ on host host(\d+)", blame.text):
+        words = "cannot be reached from|has not replied to"
+        for ends in re.findall(rf"on host host(\d+) (?:{words}) rank \d+ on host host(\d+)", blame.text):
             hosts = {*map(int, ends)}
             faults = [fault for fault in self.recent_faults() if fault.hosts & hosts]
             is_faulty = any(fault.kind != "block" or fault.hosts == hosts for fault in faults)

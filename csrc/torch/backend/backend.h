@@ -78,6 +78,8 @@ public:
     std::vector<int> ended() const { return host_segment_->membership.ended(); }
     // The ranks that the error of the group names as dead, lost or late.
     std::vector<int> named_ranks() const { return host_segment_->membership.named_ranks(); }
+    // Two ranks of which one may be cut off from the others, according to the error; or none.
+    std::vector<int> doubtful_ranks() const { return host_segment_->membership.doubtful_ranks(); }
     // The pairs of ranks between whose hosts the link does not deliver, as far as this rank knows.
     std::vector<std::pair<int, int>> cut_links() const { return execution_->cut_links(); }
     // The log of the ranks of this host, which can be used after the group has ended.

@@ -234,8 +234,8 @@ void set_python_exception(std::exception_ptr error) {
     } catch (const CommError& failure) {
         constexpr const char* kNames[] = {
             // by CommError::Kind
-            "MismatchError",        "PeerDiedError",    "PeerLeftError", "CommTimeoutError",
-            "CommInterruptedError", "CommTimeoutError", "CommError",     "CommError"};
+            "MismatchError",    "PeerDiedError", "PeerLeftError", "CommTimeoutError", "CommInterruptedError",
+            "CommTimeoutError", "CommError",     "CommError",     "CommTimeoutError"};
         const py::object kind = py::module_::import("dist_prims.errors").attr(kNames[static_cast<int>(failure.kind)]);
         PyErr_SetString(kind.ptr(), failure.what());
     }
@@ -325,6 +325,7 @@ PYBIND11_MODULE(_backend, module) {
         .def("set_timeout", &PrimsBackend::setTimeout, Free())
         .def("end_on_all_hosts", &PrimsBackend::end_on_all_hosts, Free())
         .def("named_ranks", &PrimsBackend::named_ranks, Free())
+        .def("doubtful_ranks", &PrimsBackend::doubtful_ranks, Free())
         .def("cut_links", &PrimsBackend::cut_links, Free())
         .def("number_from", &PrimsBackend::number_from, py::arg("first"))
         .def(
