@@ -29,15 +29,17 @@ void OutgoingConnection::push_leave() {
 void OutgoingConnection::write() {
     constexpr std::size_t kMessages = 4;
     while (error_.empty() && !queue_.empty()) {
-        std::array<SocketPart, 2 * kMessages> parts;
+        std::array<SocketPart, 3 * kMessages> parts;
         std::size_t count = 0, asked = 0;
         for (std::size_t index = 0; index < std::min(kMessages, queue_.size()); ++index) {
             Unsent& unsent = queue_[index];
-            if (unsent.sent < unsent.head_bytes)
-                parts[count++] = {unsent.head.data() + unsent.sent, unsent.head_bytes - unsent.sent};
-            const std::size_t sent_data = std::max(unsent.sent, unsent.head_bytes) - unsent.head_bytes;
-            if (unsent.message && sent_data < unsent.message->bytes)
-                parts[count++] = {unsent.message->data + sent_data, unsent.message->bytes - sent_data};
+            std::size_t sent = unsent.sent;
+            for (const SocketPart& part : unsent.parts()) {
+                const std::size_t skipped = std::min(sent, part.bytes);
+                if (skipped < part.bytes)
+                    parts[count++] = {static_cast<std::byte*>(part.data) + skipped, part.bytes - skipped};
+                sent -= skipped;
+            }
             asked += unsent.bytes() - unsent.sent;
         }
         const SocketResult result = write_some(socket_, parts.data(), count);
@@ -87,27 +89,38 @@ void OutgoingConnection::fail(const Failure& error) {
     queue_.clear();
 }
 
-void IncomingConnection::read(Inbox& inbox) {
+IncomingConnection::IncomingConnection(Socket socket, int peer)
+    : socket_(std::move(socket)), peer_(peer), staging_(new std::byte[kStaging]) {
+    wake_from(socket_, kTrailerBytes + 1);
+}
+
+void IncomingConnection::read(Inbox& inbox, bool may_leave_trailer) {
     is_stalled_ = false;
     consume_staged(inbox);
     for (int reads = 0; reads < kReadsAtOnce && !is_stalled_ && error_.empty(); ++reads) {
-        // 1. Of the staged bytes no more than a part of a header is left. Move it to the beginning.
+        // 1. Of the staged bytes no more than a trailer and a part of a header is left. Move it to the beginning.
         std::memmove(staging_.get(), staging_.get() + staged_begin_, staged_end_ - staged_begin_);
         staged_end_ -= std::exchange(staged_begin_, 0);
-        // 2. Read the rest of the message to its place, and what follows into the staging buffer.
+        // 2. Read the rest of the message to its place, and what follows into the staging buffer: all, or a message as
+        // long as the last one, whose trailer is left.
         std::array<SocketPart, 2> parts;
         std::size_t count = 0;
         const std::size_t rest = arrival_ ? arrival_->bytes - received_ : 0;
         if (rest) parts[count++] = {arrival_->data + received_, rest};
-        parts[count++] = {staging_.get() + staged_end_, kStaging - staged_end_};
-        const std::size_t asked = rest + kStaging - staged_end_;
+        const bool leaves_trailer =
+            may_leave_trailer && !arrival_ && last_bytes_ <= kSmall && unread_trailers_ < kMostUnread;
+        const std::size_t most_staged = leaves_trailer ? kTrailerBytes + sizeof(TcpHeader) + last_bytes_ : kStaging;
+        parts[count++] = {staging_.get() + staged_end_, most_staged - staged_end_};
+        const std::size_t asked = rest + most_staged - staged_end_;
         const SocketResult result = read_some(socket_, parts.data(), count);
         error_ = result.error;
         const std::size_t direct = std::min(rest, result.bytes);
         received_ += direct;
         staged_end_ += result.bytes - direct;
+        unread_trailers_ = leaves_trailer ? unread_trailers_ + 1 : 0;
         consume_staged(inbox);
-        if (result.bytes < asked) return;  // the kernel has no more bytes
+        // 3. Return if the kernel has no more bytes, or this was a whole message.
+        if (result.bytes < asked || (leaves_trailer && !arrival_ && staged_begin_ == staged_end_)) return;
     }
 }
 
@@ -120,25 +133,27 @@ void IncomingConnection::consume_staged(Inbox& inbox) {
         staged_begin_ += bytes;
         if (received_ < arrival_->bytes) return;
         inbox.complete(*arrival_);
+        last_bytes_ = arrival_->bytes;
         arrival_ = nullptr;
         received_ = 0;
     }
 }
 
-// Takes a header from the staged bytes, and asks the inbox where its message goes. Returns false if that is not
-// possible yet: a part of the header is missing, or the inbox does not accept the message.
+// Takes a trailer and a header from the staged bytes, and asks the inbox where the message goes. Returns false if that
+// is not possible yet: a part of the header is missing, or the inbox does not accept the message.
 bool IncomingConnection::start_message(Inbox& inbox) {
     TcpHeader header;
-    if (staged_end_ - staged_begin_ < sizeof(header)) return false;
-    std::memcpy(&header, staging_.get() + staged_begin_, sizeof(header));
+    constexpr std::size_t kHeadBytes = kTrailerBytes + sizeof(header);
+    if (staged_end_ - staged_begin_ < kHeadBytes) return false;
+    std::memcpy(&header, staging_.get() + staged_begin_ + kTrailerBytes, sizeof(header));
     if (header.tag == TcpHeader::kLeave) {
         has_left_ = true;
-        staged_begin_ += sizeof(header);
+        staged_begin_ += kHeadBytes;
         return start_message(inbox);  // a notice may follow
     }
     arrival_ = inbox.begin(peer_, header.tag, header.bytes);
     is_stalled_ = !arrival_;
-    if (arrival_) staged_begin_ += sizeof(header);
+    if (arrival_) staged_begin_ += kHeadBytes;
     return arrival_ != nullptr;
 }
 

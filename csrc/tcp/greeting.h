@@ -13,7 +13,7 @@
 namespace dist_prims {
 
 struct Greeting {
-    static constexpr std::uint64_t kMagic = 0x6470'7463'7000'0002;  // the last digits are the version of the protocol
+    static constexpr std::uint64_t kMagic = 0x6470'7463'7000'0003;  // the last digits are the version of the protocol
 
     Greeting() = default;
     // `key`: the key of the group, of any length.

@@ -118,6 +118,7 @@ TcpLane::WaitResult TcpLane::wait(TcpMessage& message, std::chrono::milliseconds
         // 2. Move messages: at once if this wait still polls, else after a sleep. again() unlocks, so another thread
         // may have ended the wait meanwhile.
         const auto sleep = polling.again(guard.lock) ? 0ms : left;
+        if (sleep > 0ms) read_where([](int, const Incoming& from) { return from.connection.has_unread_trailer(); });
         const bool is_over = message.is_done || message.is_aborted || !message.error.empty();
         if (!is_over && !sleep_and_move(guard.lock, sleep, &message)) return WaitResult::kAborted;
     }
@@ -287,10 +288,11 @@ void TcpLane::end_outgoing(int peer, const Failure& failure) {
     outgoing_.erase(to);
 }
 
-void TcpLane::read_from(int peer) {
+// `may_leave_trailer`: see IncomingConnection::read().
+void TcpLane::read_from(int peer, bool may_leave_trailer) {
     Incoming& from = incoming_.at(peer);
     IncomingConnection& connection = from.connection;
-    connection.read(inbox_);
+    connection.read(inbox_, may_leave_trailer);
     // 1. The connection has ended: receives from the peer fail.
     if (!connection.error().empty()) {
         if (!connection.has_left() && failed_peer_.rank == Transport::kAnyone)
@@ -310,12 +312,20 @@ void TcpLane::read_from(int peer) {
 // Continues to read the connection from this rank (kAnyone: the connections from all ranks) if it has stalled: another
 // receive has been posted or is awaited.
 void TcpLane::read_stalled(int peer) {
-    std::vector<int> stalled;
+    read_where([peer](int sender, const Incoming& from) {
+        return !from.is_watched && (peer == Transport::kAnyone || peer == sender);
+    });
+}
+
+// Reads the connections for which `condition` holds. read_from() may erase from incoming_.
+template <typename Condition>
+void TcpLane::read_where(const Condition& condition) {
+    std::vector<int> senders;
     for (const auto& [sender, from] : incoming_) {
-        if (!from.is_watched && (peer == Transport::kAnyone || peer == sender)) stalled.push_back(sender);
+        if (condition(sender, from)) senders.push_back(sender);
     }
-    for (const int sender : stalled) read_from(sender);
-    if (!stalled.empty()) waiting_.wake_others();
+    for (const int sender : senders) read_from(sender, false);
+    if (!senders.empty()) waiting_.wake_others();
 }
 
 // Sleeps until a connection is readable or writable, at most for `limit`, and moves messages. Wakes the threads whose
@@ -329,7 +339,8 @@ bool TcpLane::sleep_and_move(std::unique_lock<std::mutex>& lock, std::chrono::mi
     const int count = ::epoll_wait(epoll_.descriptor(), events.data(), events.size(), static_cast<int>(sleep.count()));
     const bool is_interrupted = count < 0 && errno == EINTR;
     lock.lock();
-    for (int index = 0; index < count; ++index) handle_event(events[static_cast<std::size_t>(index)]);
+    const bool polls = own && limit == 0ms;  // the calling thread polls again, or calls read_where() before it sleeps
+    for (int index = 0; index < count; ++index) handle_event(events[static_cast<std::size_t>(index)], polls);
     waiting_.wake_others(own);
     return !is_interrupted;
 }
@@ -340,11 +351,12 @@ void TcpLane::progress() {
 }
 
 // An earlier event may have ended the connection that an event is about.
-void TcpLane::handle_event(const epoll_event& event) {
+void TcpLane::handle_event(const epoll_event& event, bool may_leave_trailer) {
     const int peer = static_cast<int>(event.data.u64 & 0xffffffff);
     const std::uint64_t direction = event.data.u64 - static_cast<std::uint32_t>(peer);
     if (direction == kFrom) {
-        if (const auto from = incoming_.find(peer); from != incoming_.end() && from->second.is_watched) read_from(peer);
+        if (const auto from = incoming_.find(peer); from != incoming_.end() && from->second.is_watched)
+            read_from(peer, may_leave_trailer);
     } else if (direction == kTo && outgoing_.count(peer)) {
         if (event.events & (EPOLLOUT | EPOLLERR)) write_to(peer);
         const auto to = outgoing_.find(peer);

@@ -95,15 +95,17 @@ private:
     Outgoing* outgoing(int peer, bool has_message);
     void write_to(int peer);
     void end_outgoing(int peer, const Failure& failure);
-    void read_from(int peer);
+    void read_from(int peer, bool may_leave_trailer);
     void read_stalled(int peer);
+    template <typename Condition>
+    void read_where(const Condition& condition);
     void check_sender(TcpMessage& message);
     void check_open() const;
     bool has_unsent() const;
     std::vector<TcpMessagePtr> take_finished();
     bool sleep_and_move(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds limit,
                         const TcpMessage* own = nullptr);
-    void handle_event(const epoll_event& event);
+    void handle_event(const epoll_event& event, bool may_leave_trailer);
 
     const Connect connect_;
     const OnGone on_gone_;

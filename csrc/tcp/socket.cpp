@@ -98,6 +98,10 @@ Socket connect_to(const std::string& address) {
     throw_errno("connect() to " + address, error);
 }
 
+void wake_from(const Socket& socket, int bytes) {
+    ::setsockopt(socket.descriptor(), SOL_SOCKET, SO_RCVLOWAT, &bytes, sizeof(bytes));
+}
+
 bool is_unanswered(const Socket& socket) {
     constexpr int kSentAgain = 2;  // after 0.6 s at least: the kernel doubles its interval of 0.2 s
     tcp_info info{};

@@ -35,6 +35,9 @@ Socket connect_to(const std::string& address);
 // descriptors left, or the kernel no memory.
 std::optional<Socket> accept_from(const Socket& listening);
 
+// Polls and sleeps find the socket readable only if it has this many bytes, or the connection has ended.
+void wake_from(const Socket& socket, int bytes);
+
 // Whether bytes that were sent have not been acknowledged, although the kernel has sent them again.
 bool is_unanswered(const Socket& socket);
 // How much the peer has acknowledged, and in how much time: see Transport::Delivered.

@@ -1,15 +1,18 @@
 // The TCP transport: ranks are transports of one process, connected over loopback.
 #include <linux/tcp.h>
 #include <net/if.h>
+#include <poll.h>
 #include <sched.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <limits>
 #include <numeric>
+#include <optional>
 #include <random>
 
 #include "../tcp/transport.h"
@@ -27,13 +30,15 @@ struct TcpNetwork {
     std::vector<std::string> addresses;
     std::vector<std::unique_ptr<TcpTransport>> ranks;
 
+    // Ranks with even numbers poll.
     explicit TcpNetwork(int size) {
         std::vector<Socket> listening;
         for (int rank = 0; rank < size; ++rank)
             addresses.push_back(address_of(listening.emplace_back(listen_at_loopback())));
         for (int rank = 0; rank < size; ++rank)
             ranks.push_back(std::make_unique<TcpTransport>(
-                TcpEndpoint{std::move(listening[static_cast<std::size_t>(rank)]), addresses, kKey}, rank));
+                TcpEndpoint{std::move(listening[static_cast<std::size_t>(rank)]), addresses, kKey, rank % 2 == 0},
+                rank));
     }
     TcpTransport& operator[](std::size_t rank) { return *ranks[rank]; }
 };
@@ -245,6 +250,46 @@ CASE(tcp_only_a_host_without_ports_is_exhausted) {
     if (!range) return;  // a container may mount it read-only
     const Socket first = connect_to(address_of(listening));
     CHECK(failure_of(address_of(listening)).is_exhaustion());
+}
+
+// The kernel acknowledged every second small message, because each read emptied its buffer.
+CASE(tcp_reads_leave_the_trailers_of_small_messages) {
+    const Socket listening = listen_at_loopback();
+    OutgoingConnection to(address_of(listening), Greeting());
+    std::optional<Socket> accepted;
+    wait_until([&] { return (accepted = accept_from(listening)).has_value(); });
+    Greeting greeting;
+    const SocketPart part{&greeting, sizeof(greeting)};
+    wait_until([&] {
+        to.write();
+        return read_some(*accepted, &part, 1).bytes == sizeof(greeting);
+    });
+    IncomingConnection from(std::move(*accepted), 1);
+    Inbox inbox;
+    const auto is_readable = [&] {
+        pollfd watched{from.descriptor(), POLLIN, 0};
+        return ::poll(&watched, 1, 0) == 1;
+    };
+    const auto unread_bytes = [&] {
+        int bytes = -1;
+        CHECK(::ioctl(from.descriptor(), FIONREAD, &bytes) == 0);
+        return bytes;
+    };
+    // 1. The length of the first message is not expected. Then 7 of 8 reads leave the trailer, which wakes no thread.
+    std::array<std::byte, 8> sent{std::byte{1}}, received{};
+    for (int number = 0; number < 16; ++number) {
+        const auto receive = std::make_shared<TcpMessage>(TcpMessage{false, 1, 0, received.data(), 8, nullptr});
+        inbox.post(receive);
+        to.push(std::make_shared<TcpMessage>(TcpMessage{true, 0, 0, sent.data(), 8, nullptr}));
+        to.write();
+        wait_until(is_readable);
+        from.read(inbox, true);
+        CHECK(receive->is_done && received == sent);
+        CHECK(unread_bytes() == (number % 8 != 0) && from.has_unread_trailer() == (number % 8 != 0) && !is_readable());
+    }
+    // 2. Before a thread sleeps, it reads the trailer, so that the kernel acknowledges the messages.
+    from.read(inbox, false);
+    CHECK(unread_bytes() == 0 && !from.has_unread_trailer());
 }
 
 // A receive from any rank called a rank dead whose host only did not answer.
