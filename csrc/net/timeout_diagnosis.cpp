@@ -80,11 +80,14 @@ void TimeoutDiagnosis::repost_receive() {
 
 void TimeoutDiagnosis::run_listener() {
     try {
-        while (remark_request_->wait(kYear)) {
-            on_message();
+        for (;;) {
+            // A wait ends without a message by close(), and when a debugger or SIGCONT continues a stopped process.
+            const bool has_come = remark_request_->wait(kYear);
+            if (has_come) on_message();
             {
                 const std::lock_guard lock(mutex_);
                 if (is_closing_) return;
+                if (!has_come) continue;
                 repost_receive();
                 if (remark_request_->is_done()) continue;  // send the remarks of the next message with these
                 send_new_remarks();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -207,6 +208,28 @@ def test_a_monitored_barrier_names_the_late_ranks(layout: str, wait_all_ranks: b
         return None
 
     span(layout, body)
+
+
+def test_a_rank_that_was_stopped_for_a_moment_receives_the_replies_of_others() -> None:
+    """SIGCONT ended the thread that receives them, so the rank named the healthy rank that it waited for."""
+
+    def body() -> None:
+        rank = dist.get_rank()
+        group = dist.new_group(timeout=timedelta(seconds=1.5))
+        dist.barrier(group)
+        if rank == 2:
+            return await_raised(2)
+        if rank == 1:
+            moment = f"kill -STOP {os.getpid()}; sleep 0.1; kill -CONT {os.getpid()}"
+            subprocess.run(["sh", "-c", moment], check=True, timeout=20)
+        else:
+            time.sleep(0.5)  # so that rank 1 times out first
+        with pytest.raises(CommTimeoutError, match=r"rank 2( on host \w)? has not replied"):
+            dist.recv(torch.zeros(3), 2 * (1 - rank), group)
+        has_raised()
+        return None
+
+    span("a b c", body)
 
 
 @pytest.mark.slow
