@@ -46,7 +46,7 @@ from .process_probe import ProcessProbe
 __all__: list[str] = []
 
 _PURPOSE = "reconfigure"  # of the codes in handles, and of the keys in the store
-_TIME_FOR_REASON = 1.5  # seconds after the deadline for an error that names the late ranks; make_group() takes 0.5 s
+_TIME_FOR_REASON = 2.5  # seconds after the deadline for an error that names the late ranks; make_group() takes 1.5 s
 _FIRST_PROBE = 0.3  # seconds until the members are probed: usually the group is made by then
 
 
