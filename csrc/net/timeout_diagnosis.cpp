@@ -119,8 +119,9 @@ void TimeoutDiagnosis::on_message() {
     callback_(std::nullopt);
 }
 
-// What is to be said of a notice from this rank. If it names a rank as late that has replied here, that reply has not
-// reached the other one: one of the two is cut off. In a large group the rank may only have forwarded the notice.
+// If the notice names a rank as late although this rank has received its reply, the reply has not reached `from`: one
+// of the two ranks may be cut off. In a group of more than kDirect ranks `from` may only have forwarded the notice, so
+// it is not known which rank the reply has not reached.
 Membership::Notice TimeoutDiagnosis::corrected(const Membership::Notice& notice, int from) {
     const std::lock_guard lock(mutex_);
     const bool names_a_rank = notice.kind == CommError::Kind::kLost && notice.other < 0;
@@ -189,7 +190,7 @@ void TimeoutDiagnosis::send_new_remarks() {
     new_remarks_.clear();
 }
 
-// Under the lock.
+// Under the lock. Notes for this rank which hosts do not answer; report_unanswering() tells the other ranks.
 void TimeoutDiagnosis::note_unanswering() {
     for (const int rank : transport_.unanswering()) unanswered_.insert({me_, rank});
 }
@@ -233,7 +234,7 @@ Membership::Notice TimeoutDiagnosis::diagnose(int awaited, const std::function<b
         if (!done) looks += changed_.wait_for(lock, kBetweenLooks) == std::cv_status::timeout;
     }
     const std::lock_guard lock(mutex_);
-    note_unanswering();  // the remarks that this rank has sent may not be answered
+    note_unanswering();  // the remarks of this rank may not have been answered
     return find_cause(awaited);
 }
 
@@ -249,8 +250,9 @@ bool TimeoutDiagnosis::is_cut(int rank, int other) const {
            has_replied(other);
 }
 
-// Under the lock. The cause if this rank has not replied. If its host has not answered a rank either, the rank may be
-// healthy, and the other one cut off. It would be blamed by all if the notice is the first to arrive as the link heals.
+// Under the lock. The cause if `rank` has not replied. If its host has not answered another rank either, one of the two
+// is cut off, and the notice names both. A notice that named `rank` alone could come from a rank that is cut off, and
+// reach all others first as the link heals: they would blame a healthy rank.
 Membership::Notice TimeoutDiagnosis::without_reply(int rank) const {
     for (const auto& [other, target] : unanswered_) {
         if (target == rank && has_replied(other)) return {CommError::Kind::kSilent, rank, other};

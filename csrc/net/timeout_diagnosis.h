@@ -60,7 +60,7 @@ public:
     Membership::Notice diagnose(int awaited, const std::function<bool()>& stops);
     // Tells the cause of the group's end to all other ranks.
     void send_notice(const Membership::Notice& notice);
-    // What to tell of a notice that has come from a rank: the same, or that the culprit may be healthy.
+    // Takes a notice that rank `from` has sent. Returns the same, or a kSilent one if the culprit may be healthy.
     Membership::Notice corrected(const Membership::Notice& notice, int from);
     // Whether send_notice() sends to this rank, rather than other ranks that forward the notice to it.
     bool is_successor(int rank) const;

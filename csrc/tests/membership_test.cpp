@@ -197,7 +197,7 @@ CASE(a_death_during_the_rendezvous) {
     const SharedPage shared;
     const auto began = Clock::now();
     const Child second([&] {
-        wait_until([&] { return shared->words > 0; });  // else a slow rank 0 lets it look before it has connected
+        wait_until([&] { return shared->words > 0; });  // otherwise this rank could look before rank 0 lets it connect
         RendezvousOptions how = rendezvous(1, 3);
         how.look = [&] { shared->stage = 1; };  // it has waited for 50 ms
         meet(shared, how);

@@ -445,8 +445,8 @@ CASE(a_rank_that_is_cut_off_does_not_blame_the_rank_it_waits_for) {
                      {by_others, by_others, "rank 0 on host 0 has not replied to rank 2 on host 2 in time"});
 }
 
-// Rank 0 names rank 1, whose reply has reached rank 2. No bytes of rank 0 need be unanswered: as a link heals, the one
-// direction may deliver before the other. All ranks named rank 1.
+// Rank 0 names rank 1, whose reply has reached rank 2 and not rank 0. The host of rank 1 may have answered rank 0: as a
+// link heals, one direction may deliver before the other. All ranks named rank 1.
 CASE(a_rank_that_has_replied_is_not_named_by_a_notice) {
     using Kind = CommError::Kind;
     const int tag = Tags(InMemoryTransport::kLargestTag).diagnosis();

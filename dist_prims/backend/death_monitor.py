@@ -1,10 +1,11 @@
 """Detects that a process has died while its rank is awaited in a group that is being made.
 
-The ranks of the new group have no connections yet. The default group knows their processes: it watches those of this
-host, and each process of another host listens at an address while it runs (:mod:`dist_prims.rendezvous.served`).
+The ranks of the new group have no connections yet. The default group knows their processes: it watches the processes
+of this host, and each process of another host listens at an address while it runs
+(:mod:`dist_prims.rendezvous.served`).
 
-Connections of the default group were no way to see a death on another host: a rank has connections to some ranks only,
-and a rank whose default group has failed closes them although its process runs.
+The end of a connection of the default group does not show a death on another host: a rank has connections to some ranks
+only, and a rank whose default group has failed closes them although its process runs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class DeathMonitor:
 
     Args:
         rank: this rank, for errors.
-        ended: returns the ranks of the new group whose processes have ended, those of this host first.
+        ended: returns the ranks of the new group whose processes have ended, the ranks of this host first.
     """
 
     def __init__(self, rank: int, ended: Callable[[], list[int]]) -> None:
@@ -69,7 +70,7 @@ class RemoteProcesses:
     """
 
     def __init__(self, addresses: Mapping[int, str], between_probes: float = _BETWEEN_PROBES) -> None:
-        self._running = [*addresses.items()]  # as far as is known; the process that was not asked for longest first
+        self._running = [*addresses.items()]  # not known to have ended; the first are asked in the next probe
         self._ended: list[int] = []
         self._between_probes = between_probes
         self._next = time.monotonic() + between_probes

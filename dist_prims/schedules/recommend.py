@@ -138,7 +138,7 @@ def _counts_of_steps(schedule: Schedule, topology: Topology) -> tuple[int, int, 
 
 @functools.lru_cache(maxsize=64)  # hierarchies that differ in one phase share the others
 def _counts_of_phase(steps: Steps | Phase, hosts: Hosts) -> tuple[int, NDArray[np.bool_], int]:
-    """The same of some steps, with the matrix reached[host, host] in place of the second count."""
+    """Count as :func:`_counts_of_steps` does, in some steps; the matrix reached[host, host] is the second count."""
     fan_in, transfers, number, host_of = 0, 0, len(hosts.ranks), hosts.host_of
     reached = np.zeros((number, number), np.bool_)
     for step in steps:

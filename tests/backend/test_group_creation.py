@@ -246,8 +246,8 @@ def test_a_rank_of_another_host_that_dies_before_it_makes_the_group(layout: str,
         assert (kind, f"rank {victim} has died while the group was made" in text) == ("PeerDiedError", True), text
 
 
-def test_a_late_rank_of_another_host_is_waited_for_although_a_rank_of_no_concern_has_died() -> None:
-    """Rank 3 comes after several probes. Rank 1 has died, and is no member of the new group."""
+def test_a_late_rank_of_another_host_is_waited_for_although_a_rank_outside_the_group_has_died() -> None:
+    """Rank 3 makes the group after several probes of its process. Rank 1, which has died, is not to be in the group."""
 
     def body() -> Any:
         rank = dist.get_rank()

@@ -293,9 +293,8 @@ def test_tensors_of_every_shape(backend: str) -> None:
             inferred = torch.full((3, 2), rank).t()
         dist_prims.all_reduce(inferred, algorithm="ring")
         equal(inferred, torch.full((2, 3), 3), "made in inference mode, written outside of it")
-        with pytest.raises(
-            ValueError, match="several elements of the tensor lie in one place"
-        ):  # was an error at the end
+        # An expanded output is refused before anything is sent; it failed at the end.
+        with pytest.raises(ValueError, match="several elements of the tensor lie in one place"):
             dist_prims.all_reduce(torch.ones(1).expand(4), algorithm="ring")
 
         number = torch.tensor([1 + 2j * rank, 3 - 1j * rank])
