@@ -146,7 +146,7 @@ def _make_group(request: GroupRequest, monitor: DeathMonitor) -> Any:
     rank, size, ranks = request.rank, request.size, request.all_ranks
     requested = _requested_transport(request, options.transport)
     store, attempt, hosts, secret, common = _handshake(request, requested, monitor)
-    temporary = _TemporaryKeys(store, [HOSTS] if rank == 0 and size > 1 else [])
+    temporary = _TemporaryKeys(store, [HOSTS] if rank == 0 and size > 1 else [], monitor)
     if Trait.LISTED in request.traits:
         _compare_ranks(temporary, rank, ranks)
     # 3. What C++ reads of the group.
@@ -257,15 +257,24 @@ class _TemporaryKeys:
     """The store of a new group, for values that no rank reads after the group's first agreement.
 
     :meth:`delete` deletes the keys that this rank has set, and ``keys``, which the handshake has set. The process that
-    serves the store would otherwise keep the keys of all groups that are ever made.
+    serves the store would otherwise keep the keys of all groups that are ever made. A wait for a key ends with an error
+    if ``monitor`` detects a death.
     """
 
-    def __init__(self, store: Any, keys: list[str]) -> None:
-        self._store, self._keys = store, keys
+    def __init__(self, store: Any, keys: list[str], monitor: DeathMonitor) -> None:
+        self._store, self._keys, self._monitor = store, keys, monitor
 
     def set(self, key: str, value: str) -> None:
         self._store.set(key, value)
         self._keys.append(key)
+
+    def get(self, key: str) -> Any:
+        self._monitor.wait_for_keys(self._store, [key])
+        return self._store.get(key)
+
+    def multi_get(self, keys: list[str]) -> Any:
+        self._monitor.wait_for_keys(self._store, keys)
+        return self._store.multi_get(keys)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)

@@ -13,8 +13,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from ..errors import PeerDiedError
+from ..rendezvous.deadline import until
 from ..rendezvous.served import answers
 
 __all__: list[str] = []
@@ -30,7 +32,8 @@ class DeathMonitor:
 
     Args:
         rank: this rank, for errors.
-        ended: returns the ranks of the new group whose processes have ended, the ranks of this host first.
+        ended: returns the ranks of the new group whose processes have ended, the ranks of this host first; ``list`` if
+            nothing is known about them.
     """
 
     def __init__(self, rank: int, ended: Callable[[], list[int]]) -> None:
@@ -50,6 +53,25 @@ class DeathMonitor:
                 f"rank {self._rank}: rank {culprit} has died while the group was made; see the last output of that "
                 "rank, and start the group again"
             )
+
+    def wait_for_keys(self, store: Any, keys: list[str]) -> None:
+        """Wait until the store has the keys; RuntimeError after the timeout of the store, PeerDiedError after a death.
+
+        The store is polled. A thread that waits within torch's TCPStore finds no death, and each wait there that ends
+        by a short timeout prints two warnings. Where no death can be found the call returns at once: the next request
+        to the store waits.
+        """
+        if self._ended is list:
+            return
+
+        def have_come() -> Any:
+            self.check()
+            return store.check(keys)
+
+        try:
+            until(have_come, time.monotonic() + store.timeout.total_seconds(), f"the keys {keys}")
+        except TimeoutError as error:
+            raise RuntimeError(str(error)) from error  # as of a store
 
     def wait_and_raise(self) -> None:
         """Raise PeerDiedError if a process ends soon: its connections end a little before the process."""

@@ -227,17 +227,23 @@ def test_a_group_of_other_ranks_is_made_although_one_has_died(tmp_path: Path) ->
     assert run_ranks(body, 3, tmp_path) == [[2.0] * 3, -signal.SIGKILL, [2.0] * 3]
 
 
+@pytest.mark.parametrize("has_met_the_others", [False, True])
 @pytest.mark.parametrize(
     ("layout", "victim"),
     [("a a b b", 3), pytest.param("a b c", 0, marks=pytest.mark.slow), pytest.param("a b", 1, marks=pytest.mark.slow)],
 )
-def test_a_rank_of_another_host_that_dies_before_it_makes_the_group(layout: str, victim: int) -> None:
-    """Other hosts waited for the timeout, 30 minutes by default. Rank 3 of "a a b b" has no connection to host a."""
+def test_a_rank_of_another_host_that_dies_before_it_listens(
+    layout: str, victim: int, has_met_the_others: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other hosts waited for the timeout, 30 minutes by default: at first in the handshake, and later, when the
+    handshake looked for deaths, for the address of the rank. Rank 3 of "a a b b" has no connection to host a."""
 
     def body() -> tuple[str, str]:
         dist.barrier()
         if dist.get_rank() == victim:
-            die()
+            if not has_met_the_others:
+                die()
+            monkeypatch.setattr(dist_prims.backend.tcp_endpoint, "make", lambda *_: die())
         return new_group()
 
     outcomes = span(layout, body, losses=1)

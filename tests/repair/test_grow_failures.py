@@ -87,23 +87,30 @@ def test_the_rank_that_has_read_an_announcement_dies(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_running_rank_dies_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others keep their group, whose next call raises; the new rank announces itself again."""
+@pytest.mark.parametrize(
+    ("hosts", "module", "function", "timeout"),
+    [("aaaa", "repair.repair_attempt", "make_group", 1), ("abca", "backend.tcp_endpoint", "make", 200)],
+)
+def test_a_running_rank_dies_meanwhile(
+    hosts: str, module: str, function: str, timeout: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others keep their group, whose next call raises; the new rank announces itself again. Between hosts, they
+    waited for the timeout of grow() if the rank died before it had published its address."""
     place = f"file://{tmp_path}/place"
-    module: Any = sys.modules["dist_prims.repair.repair_attempt"]
-    make = module.make_group
 
     def body(rank: int) -> Any:
+        os.environ["DIST_PRIMS_HOST_ID"] = hosts[rank]
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
         if rank == 3:
             dist_prims.join(place, timeout=LIMIT)
             return total()
         join_at_rank_0(rank, 3, tmp_path)
-        monkeypatch.setattr(module, "make_group", (lambda *_, **__: die()) if rank == 1 else make)
+        if rank == 1:
+            monkeypatch.setattr(sys.modules[f"dist_prims.{module}"], function, lambda *_, **__: die())
         with contextlib.suppress(dist_prims.CommError):
             while dist.get_world_size() == 3:
-                dist_prims.grow(place, timeout=1)
+                dist_prims.grow(place, timeout=timeout)
                 dist.barrier()
-        monkeypatch.setattr(module, "make_group", make)
         dist_prims.shrink()
         grow_to(3, place)
         return total()
