@@ -30,7 +30,7 @@ from . import survivors
 from .process_probe import ProcessProbe
 from .quorum import Acceptor, NoMajorityError, QuorumRegisters, Server
 from .registers import Registers, SharedRegisters
-from .survivors import Record, Request, View, outcome_key
+from .survivors import FAILED, Record, Request, View, outcome_key
 
 __all__: list[str] = []
 
@@ -146,18 +146,29 @@ class RepairAttempt:
                 f"{quorum_ranks(self._old_group.hosts)}, so others may go on without it; end this process, or start "
                 "the job again"
             ) from None
+        except survivors.OtherMembers:  # this rank can take part in another call
+            raise
+        except BaseException:  # Ctrl-C, or the exception of another signal handler
+            self._registers.close()  # the connection may have the answer to a call that was interrupted
+            self._announce_departure()
+            raise
         finally:
             self._registers.close()
 
-    def _give_up_without_descriptors(self) -> CommError:
-        """Announce that this rank is gone, so that no rank waits for it; return the error for this rank.
+    def _announce_departure(self) -> None:
+        """Announce that this rank is gone, so that no rank waits for it, and let the group of this round fail if its
+        outcome has not been decided: other ranks that make it read only the outcome.
 
         If this rank reaches no majority, the other ranks may read it later, on this rank's own server.
         """
         if self.backend:
             self.backend.abort()  # the others may have made the group
-        with contextlib.suppress(OSError, NoMajorityError):
+        with contextlib.suppress(OSError, NoMajorityError, CommError):
             self._registers.announce(Record(self._round, gone=frozenset({self._rank})).text())
+            self._registers.decide(outcome_key(self._round), FAILED)
+
+    def _give_up_without_descriptors(self) -> CommError:
+        self._announce_departure()
         return CommError(
             f"rank {self._rank}: this process has no file descriptor left to repair the group; raise its limit "
             f"(`ulimit -n`), or close what it does not need, and call again; if the other ranks have gone on without "

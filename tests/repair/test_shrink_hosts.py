@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,43 @@ def test_a_rank_dies_as_it_makes_the_group(layout: str, tmp_path: Path, monkeypa
         return found
 
     assert run_ranks(body, 5, tmp_path, join=False) == [3, 3, -signal.SIGKILL, 3, -signal.SIGKILL]
+
+
+@pytest.mark.parametrize("phase", ["_look", "_make_group"])
+@pytest.mark.parametrize("layout", ["aaa", "abc"])
+def test_a_rank_that_was_interrupted_in_shrink_is_not_waited_for(
+    layout: str, phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others waited for it twice as long as their timeout, here 100 s: once to make a group with it, and once for
+    its entry into the next round. Its process lives on, so only the rank itself can tell that it is gone."""
+    attempt = importlib.import_module("dist_prims.repair.repair_attempt").RepairAttempt
+    perform: Callable[..., Any] = getattr(attempt, phase)
+
+    def body(rank: int) -> Any:
+        os.environ["DIST_PRIMS_HOST_ID"] = layout[rank]
+        join_at_rank_0(rank, 3, tmp_path)
+        total()
+
+        def interrupted(self: Any, *arguments: Any) -> Any:
+            if arguments[0]:  # a further look, after this rank has announced itself, or the members
+                signal.raise_signal(signal.SIGINT)
+            return perform(self, *arguments)
+
+        if rank == 1:
+            monkeypatch.setattr(attempt, phase, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                dist_prims.shrink()
+            return "interrupted"
+        if rank == 2 and phase == "_look":
+            time.sleep(0.5)
+        began = time.monotonic()
+        group = dist_prims.shrink(timeout=100)
+        assert time.monotonic() - began < 50
+        found = total(group)
+        dist.barrier()  # rank 0 serves the store
+        return found
+
+    assert run_ranks(body, 3, tmp_path, join=False) == [2, "interrupted", 2]
 
 
 @pytest.mark.parametrize("layout", ["abc", "aab"])
