@@ -101,8 +101,8 @@ class MultiHostSchedules:
         """Return this rank's part of the schedule for a root; None if a user has registered it and it is wrong."""
         root_parameter = {"root": self.order.rank_at.index(root)} if collective in ROOTED else {}
 
-        def compile_for_rank(schedule: Schedule) -> RankSchedule:
-            self._check(schedule)
+        def compile_for_rank(build: Callable[[], Schedule]) -> RankSchedule:
+            self._check(schedule := build())
             renumbered = self.order.renumbered(schedule)
             return RankSchedule.of(renumbered, self.rank, _short_name(schedule), choice.segments, low, high)
 
@@ -122,7 +122,7 @@ def _recommended(
     nbytes = max(low * 1.5, 1)
     candidates = recommend(collective, nbytes, topology, only_best=True, only_built_in=only_built_in).candidates
     best = candidates[0]
-    choice = _Choice(best.schedule.algorithm, best.schedule.parameters, best.segments)
+    choice = _Choice(best.algorithm, best.parameters, best.segments)
     if collective in PERSONALIZED:  # direct messages, unless another schedule is much faster
         direct = next((candidate for candidate in candidates if candidate.name == "direct"), best)
         if best.seconds >= MUCH_SHORTER * direct.seconds:

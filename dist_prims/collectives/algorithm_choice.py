@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..schedules import Schedule, algorithms, lookup
@@ -104,7 +105,7 @@ def _parameters(text: str, variable: str) -> tuple[tuple[str, Any], ...]:
 def _price(registered: Algorithm, size: int) -> Cost | None:
     """Return the price of an algorithm; None if it raises, or a user has registered it and it is wrong."""
 
-    def price(_: Schedule) -> Cost:
+    def price(_: Callable[[], Schedule]) -> Cost:
         return cost_of(load_by_card(registered, Hosts((size,))))
 
     return priced(price, registered.collective, registered.name, size)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -37,8 +36,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class MessageSet:
+class MessageSet(NamedTuple):  # a dataclass takes twice as long to make, and a price needs many
     """A regular set of messages; the module says what the first five numbers mean.
 
     No rank sends two messages of one set, or receives two. ``chunks``: the length of each message; half a chunk stands
@@ -56,7 +54,7 @@ class MessageSet:
     @property
     def ranks(self) -> tuple[int, int, int, int, int]:
         """The five numbers that say which ranks send, and to which ranks."""
-        return self.first, self.last, self.shift, self.block, self.stride
+        return self[:5]
 
     def senders_below(self, rank: Ints) -> Ints:
         """The number of senders below each rank."""
@@ -81,13 +79,13 @@ class MessageSet:
     def backwards(self, reduce: bool = False) -> MessageSet:
         """The set in which the receivers send back."""
         first, last = self.first + self.shift, self.last + self.shift
-        return replace(self, first=first, last=last, shift=-self.shift, reduce=reduce)
+        return self._replace(first=first, last=last, shift=-self.shift, reduce=reduce)
 
     def mirrored(self, size: int) -> MessageSet:
         """The set with rank ``size`` - 1 - r in place of each rank r; for blocks of one rank."""
         count = max(-(-(self.last - self.first) // self.stride), 0)
         first = size - 1 - self.first - (count - 1) * self.stride
-        return replace(self, first=first, last=size - self.first if count else first, shift=-self.shift)
+        return self._replace(first=first, last=size - self.first if count else first, shift=-self.shift)
 
 
 def _divmod(place: Ints, stride: int) -> tuple[Ints, Ints]:
@@ -182,6 +180,9 @@ class _Traffic(NamedTuple):
 def _traffic(ranks: tuple[int, int, int, int, int], hosts: Hosts) -> _Traffic:
     move = MessageSet(*ranks)
     begin, end, shift = hosts.begins, hosts.ends, move.shift
+    if len(end) == 1:  # every message stays on the host
+        stay, nothing = move.senders_below(end), np.zeros_like(end)
+        return _Traffic(stay, nothing, nothing, nothing + 1, nothing - 1, bool(stay[0]), leaves=False)
     first, last = begin - shift, end - shift
     # 1. The receivers on a host are begin..end-1, so their senders are first..last-1.
     low, high = np.maximum(begin, first), np.minimum(end, last)  # senders here, with receivers here

@@ -48,6 +48,7 @@ _MOST_STEPS_CUT = 1 << 14  # a longer schedule is not cut: each segment adds its
 _SEGMENT_STEP, _SEGMENT_STEP_FEW_CORES, _SEGMENT_STEP_FEW_CORES_FAST_LINK = 10e-6, 50e-6, 120e-6
 FAST_LINK = 1.5e-9  # seconds a byte, 5 Gbit/s; on a faster link the processors are the limit
 _LEAST_SECONDS = 0.5e-3  # of a segment
+NEVER_CUT = 2 * _LEAST_SECONDS  # data that takes no longer is not cut
 
 # The terms of a price, in the order of the counts of ``Cost``: the parameters by which each count is multiplied.
 TERMS = (("latency", ("alpha",)), ("bandwidth", ("nbytes", "beta")), ("reduction", ("nbytes", "gamma")))
@@ -220,13 +221,13 @@ def best_segments(load: Load, nbytes: float, topology: Topology) -> int:
 
     The time is :func:`load_seconds`, and for each segment and each step of the busiest rank 10 µs more; if the ranks
     outnumber the cores 50 µs, or 120 µs if the link is faster than 5 Gbit/s. No segment takes less than 0.5 ms. The
-    result is 1 for a schedule of more than 16,384 steps.
+    result is 1 for a schedule of more than 16,384 steps, and of one step, which cannot overlap with another.
     """
+    if not 1 < load.steps <= _MOST_STEPS_CUT:
+        return 1
     added = _segment_step(topology) * load.busy_steps  # by each segment
     uncut = load_seconds(load, nbytes, topology)
     best, shortest = 1, uncut + added
-    if load.steps > _MOST_STEPS_CUT:
-        return 1
     segments = 2
     while segments <= MOST_SEGMENTS and segments * (_LEAST_SECONDS + added) < shortest:
         time = load_seconds(load, nbytes, topology, segments)

@@ -265,7 +265,7 @@ def _messages(by_peer: dict[int, list[tuple[int, int]]], distance: Callable[[int
 def _write(into: int, rows: list[_Row], held_terms: int) -> Write:
     first = rows[0]
     sources, terms = tuple(row.source for row in rows), tuple(row.terms for row in rows)
-    if not first.reduce and first.source == Source(OWN, into):  # a copy of the chunk to itself keeps its content
+    if not first.reduce and (first.source.peer, first.source.index) == (OWN, into):  # a copy to itself changes nothing
         return Write(into, first.piece, copy=False, sources=sources[1:], terms=terms)
     return Write(into, first.piece, not first.reduce, sources, (held_terms, *terms) if first.reduce else terms)
 

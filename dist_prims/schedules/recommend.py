@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ..units import check_bytes
 from .closed_form_load import TooManyMessages
 from .contract import COLLECTIVES
-from .cost import Seconds, best_segments, least_seconds, load_seconds, lower_bound, seconds_by_kind
+from .cost import NEVER_CUT, Seconds, best_segments, least_seconds, load_seconds, lower_bound, seconds_by_kind
 from .cost_card import ceil_log2
 from .load import LINK, REDUCED, Hosts, Load
 from .registry import Algorithm, algorithms, load_by_card, lookup, nearest
@@ -56,7 +56,9 @@ _WITHIN = {
 class Candidate:
     """A schedule in segments for data of ``nbytes`` on a topology, its load, and the seconds that it spends."""
 
-    schedule: Schedule
+    algorithm: str
+    parameters: tuple[tuple[str, Any], ...]
+    build: Callable[[], Schedule]
     load: Load
     nbytes: float
     segments: int
@@ -64,10 +66,15 @@ class Candidate:
     topology: Topology
 
     @property
+    def schedule(self) -> Schedule:
+        """The schedule; a price does not need it."""
+        return self.build()
+
+    @property
     def name(self) -> str:
         """The algorithm with its parameters, without ``hosts``, which the topology determines."""
-        given = (f"{key}={value}" for key, value in self.schedule.parameters if key != "hosts")
-        return " ".join([self.schedule.algorithm, *given])
+        given = (f"{key}={value}" for key, value in self.parameters if key != "hosts")
+        return " ".join([self.algorithm, *given])
 
     @property
     def seconds(self) -> float:
@@ -159,16 +166,22 @@ def _preference(candidate: Candidate, topology: Topology) -> tuple[Any, ...]:
     The use of links; then those made for hosts, whose messages are contiguous where those of a flat algorithm are often
     gathered from several places; then the bytes that a rank reduces, the transfers of all segments, and the steps.
     """
-    schedule = candidate.schedule
-    is_flat = "hosts" not in dict(schedule.parameters)
-    fan_in, reached, transfers = _counts_of_steps(schedule, topology)
+    is_flat = "hosts" not in dict(candidate.parameters)
+    fan_in, reached, transfers = _counts_of_steps(candidate.schedule, topology)
     reduced = round(float(candidate.load.times @ candidate.load.rows[:, REDUCED]), 9)
     return fan_in, reached, is_flat, reduced, transfers * candidate.segments, candidate.load.steps
 
 
 @functools.lru_cache(maxsize=1024)
-def _steps_by_card(registered: Algorithm, size: int) -> float:
-    return float(registered.card.evaluate("steps", size)) if registered.built_in and registered.card else math.inf
+def _least_messages(registered: Algorithm, size: int) -> float:
+    """A lower bound of the messages of a rank that needs data of all ranks, by the steps of the card.
+
+    With m messages in each of s steps it reaches (m + 1) ** s ranks.
+    """
+    if not registered.built_in or not registered.card:
+        return math.inf
+    steps = registered.card.number_of_steps(size)
+    return max(steps, steps * (size ** (1 / steps) - 1)) if steps else 0
 
 
 @dataclass
@@ -212,7 +225,7 @@ class _Search:
         outers = [each for each in self._flat_algorithms() if each.scratch is None or self.collective == "all_to_all"]
         found = self._priced([self._hierarchy(first, each.name) for each in outers])
         if found:
-            best = dict(min(found, key=lambda candidate: candidate.seconds).schedule.parameters)["outer"]
+            best = dict(min(found, key=lambda candidate: candidate.seconds).parameters)["outer"]
             inners = [{*self._inner_algorithms(kind)} for kind in _WITHIN.get(self.collective, (self.collective,))]
             others = sorted(set.intersection(*inners) - {first, "hierarchical"})
             found += self._priced([self._hierarchy(inner, best) for inner in others])
@@ -230,37 +243,42 @@ class _Search:
     def _priced(self, algorithms: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Candidate]:
         """The candidates of these algorithms and parameters, without those that are wrong.
 
-        Algorithms of few steps are priced first: for small data they are fast, and exclude the others soon.
+        Algorithms of few messages are priced first: for small data they are fast, and exclude the others soon.
         """
         found = {}
-        by_steps = sorted(enumerate(algorithms), key=lambda item: self._steps(*item[1]))
-        for place, (name, parameters) in by_steps:
-            if candidate := priced(self._price, self.collective, name, self.topology.size, **parameters):
+        by_messages = sorted(enumerate(algorithms), key=lambda item: self._messages(*item[1]))
+        for place, (name, parameters) in by_messages:
+            price = functools.partial(self._price, name, tuple(sorted(parameters.items())))
+            if candidate := priced(price, self.collective, name, self.topology.size, **parameters):
                 found[place] = candidate
                 self.shortest = min(self.shortest, candidate.seconds)
         return [found[place] for place in sorted(found)]
 
-    def _steps(self, name: str, parameters: Mapping[str, Any]) -> float:
-        """The steps of an algorithm, or of its phase between hosts, by the formula of its card."""
+    def _messages(self, name: str, parameters: Mapping[str, Any]) -> float:
+        """The least messages of an algorithm, or of its phase between hosts."""
         size = len(self.topology.hosts) if "outer" in parameters else self.topology.size
-        return _steps_by_card(lookup(self.collective, parameters.get("outer", name)), size)
+        return _least_messages(lookup(self.collective, parameters.get("outer", name)), size)
 
-    def _price(self, schedule: Schedule) -> Candidate | None:
+    def _price(
+        self, name: str, parameters: tuple[tuple[str, Any], ...], build: Callable[[], Schedule]
+    ) -> Candidate | None:
         nbytes, topology, hosts = self.nbytes, self.topology, Hosts.of(self.topology)
         # With more messages between hosts the price is not among the best. Twice the tolerance, because of rounding.
         alpha = topology.outer.alpha
         most = self.shortest * (1 + 2 * _TOLERANCE) / alpha if self.only_best and alpha else math.inf
         try:
-            if outer := dict(schedule.parameters).get("outer"):  # its own load shows sooner that there are too many
+            if outer := dict(parameters).get("outer"):  # its own load shows sooner that there are too many
                 load_by_card(lookup(self.collective, outer), hosts.one_rank_each, most_messages=most)
-            load = load_by_card(lookup(self.collective, schedule.algorithm), hosts, schedule.parameters, most)
+            load = load_by_card(lookup(self.collective, name), hosts, parameters, most)
         except TooManyMessages:
             return None
-        if self.only_best and least_seconds(load, nbytes, topology) > self.shortest * (1 + _TOLERANCE):
-            return None
-        segments = best_segments(load, nbytes, topology)
-        spent = seconds_by_kind(load, nbytes, topology, segments)
-        return Candidate(schedule, load, nbytes, segments, spent, topology)
+        segments, spent = 1, seconds_by_kind(load, nbytes, topology)
+        if spent.total > NEVER_CUT:
+            if self.only_best and least_seconds(load, nbytes, topology) > self.shortest * (1 + _TOLERANCE):
+                return None
+            if (segments := best_segments(load, nbytes, topology)) > 1:
+                spent = seconds_by_kind(load, nbytes, topology, segments)
+        return Candidate(name, parameters, build, load, nbytes, segments, spent, topology)
 
 
 def bound(collective: str, nbytes: float, topology: Topology) -> float:

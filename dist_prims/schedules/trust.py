@@ -59,24 +59,26 @@ def may_be_chosen(registered: Algorithm, size: int) -> bool:
 
 
 def evaluated(
-    evaluate: Callable[[Schedule], T], collective: str, algorithm: str, size: int, /, **parameters: Any
+    evaluate: Callable[[Callable[[], Schedule]], T], collective: str, algorithm: str, size: int, /, **parameters: Any
 ) -> T | None:
     """The value of ``evaluate`` for a schedule that may be chosen automatically; None if it may not be chosen.
+
+    ``evaluate`` is called with a function that builds the schedule.
 
     A schedule with algorithms of a user is proved first. If it is wrong, or if it or ``evaluate`` raises, one warning
     of the process names its algorithms: a call that does not name an algorithm must not fail because of it. Every rank
     proves for itself and comes to the same result, so that no rank waits for another.
     """
+    build = functools.partial(build_shared, collective, algorithm, size, **parameters)
     user_algorithms = _users_algorithms(collective, algorithm, parameters)
     if not user_algorithms:
-        return evaluate(build_shared(collective, algorithm, size, **parameters))
+        return evaluate(build)
     is_proved = all(each.trusted for each in user_algorithms)
     if not is_proved and size > MOST_RANKS:
         return None
     try:
-        schedule = build_shared(collective, algorithm, size, **parameters)
-        if not (problem := "" if is_proved else problem_of(schedule)):
-            return evaluate(schedule)
+        if not (problem := "" if is_proved else problem_of(build())):
+            return evaluate(build)
     except Exception as error:
         problem = _text(error)
     _warn_once(user_algorithms, lookup(collective, algorithm), size, problem)
@@ -84,7 +86,7 @@ def evaluated(
 
 
 def priced(
-    price: Callable[[Schedule], T], collective: str, algorithm: str, size: int, /, **parameters: Any
+    price: Callable[[Callable[[], Schedule]], T], collective: str, algorithm: str, size: int, /, **parameters: Any
 ) -> T | None:
     """Call :func:`evaluated` for a candidate; None, with a warning, also if an algorithm of this package raises."""
     try:

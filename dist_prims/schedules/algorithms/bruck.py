@@ -125,5 +125,5 @@ def _hop(size: int, distance: int, radix: int) -> Step:
 
     count = np.bincount(digit)  # np.unique() would import numpy.ma, which takes longer than the choice of a schedule
     digits = np.flatnonzero(count)
-    src, far = np.repeat(rank, len(digits)), np.tile(digits * distance, size)
-    return CountedStep(Step(src, (src + far) % size, np.zeros_like(src)), np.tile(count[digits], size), rows)
+    src, dst = np.repeat(rank, len(digits)), (rank[:, None] + digits * distance).ravel() % size
+    return CountedStep(Step(src, dst, np.zeros_like(src)), count[digits][None].repeat(size, axis=0).ravel(), rows)

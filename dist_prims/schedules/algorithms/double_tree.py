@@ -114,7 +114,7 @@ def _in_second_tree(tree_set: MessageSet, size: int) -> MessageSet:
     """The same messages in the second tree. The last place of a shifted tree is left out: it becomes place 1."""
     if size % 2:
         return tree_set.mirrored(size + 1)
-    return replace(tree_set, first=tree_set.first + 1, last=min(tree_set.last + 1, size))
+    return tree_set._replace(first=tree_set.first + 1, last=min(tree_set.last + 1, size))
 
 
 def _load(hosts: Hosts, chunks: int = CHUNKS, reduce: bool = False) -> Iterator[LoadItem]:
@@ -139,12 +139,12 @@ def _load(hosts: Hosts, chunks: int = CHUNKS, reduce: bool = False) -> Iterator[
         # 2. Two halves of each level of both trees, from the roots on.
         half_levels = []
         for up in reversed([both[0] + both[1] for both in zip(levels, second, strict=True)]):
-            level = [replace(move, reduce=True) if reduce else move.backwards() for move in up]
+            level = [move._replace(reduce=True) if reduce else move.backwards() for move in up]
             half_levels += [[m for m in level if m.shift > 0], [m for m in level if m.shift < 0]]
         # 3. The steps in which the pipeline fills, then the steps in which it is full.
         filling = half_levels[1:-1] if size == 2 * top else half_levels[1:-2]
         parts = [EqualSteps(1, [half]) for half in filling]
-        all_edges = [replace(move, chunks=0.5) for half in half_levels for move in half]
+        all_edges = [move._replace(chunks=0.5) for half in half_levels for move in half]
         parts.append(EqualSteps(2 * chunks, [all_edges]))
         yield from reversed(parts) if reduce else parts
     if size > 1:

@@ -26,7 +26,7 @@ from ..closed_form_load import LoadItem
 from ..cost_card import Card, ceil_log2, default_ranks_a_host
 from ..load import Hosts
 from ..registry import algorithm, lookup
-from ..steps import CountedStep, ScheduleData, Step
+from ..steps import CountedStep, Phase, Phases, ScheduleData, Step
 from . import _hierarchy as hierarchy
 from ._hierarchy import HostSizes, Ints
 
@@ -91,14 +91,22 @@ def _barrier_load(hosts: Hosts, inner: str, outer: str) -> Iterator[LoadItem]:
         _all_to_all_load,
     ),
 )
-def all_to_all(size: int, inner: str = "pairwise", outer: str = "pairwise", hosts: HostSizes = None) -> Iterator[Step]:
+def all_to_all(size: int, inner: str = "pairwise", outer: str = "pairwise", hosts: HostSizes = None) -> Phases:
     num_hosts, m = hierarchy.equal_hosts(size, hosts)
     within = hierarchy.flat_schedule("inner", "all_to_all", inner, m)
     between = hierarchy.flat_schedule("outer", "all_to_all", outer, num_hosts)
-    ranks = block = np.arange(size).reshape(num_hosts, m)  # [host, place]: a rank, and the chunk of the block for it
-    output, collected, scratch = size + block, 2 * size + block, 3 * size
-    yield from _spread(within, ranks, _numbers(within, scratch, block, collected))
-    yield from _spread(between, ranks.T, _numbers(between, scratch, collected.T, output.T))
+    return Phase(_within_hosts, (within, num_hosts)), Phase(_between_hosts, (between, m))
+
+
+def _within_hosts(schedule: ScheduleData, num_hosts: int) -> Iterator[Step]:
+    ranks = block = np.arange(num_hosts * schedule.size).reshape(num_hosts, -1)  # [host, place]; the block for the rank
+    yield from _spread(schedule, ranks, _numbers(schedule, 3 * block.size, block, 2 * block.size + block))
+
+
+def _between_hosts(schedule: ScheduleData, m: int) -> Iterator[Step]:
+    ranks = block = np.arange(schedule.size * m).reshape(-1, m).T  # [place, host]
+    collected, output = 2 * block.size + block, block.size + block
+    yield from _spread(schedule, ranks, _numbers(schedule, 3 * block.size, collected, output))
 
 
 @algorithm(

@@ -14,7 +14,6 @@ own chunks, and forwards to the guest what it receives.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,9 +37,9 @@ def _load(hosts: Hosts) -> Iterator[LoadItem]:
         yield EqualSteps(1, [exchanged(even, 1, 1 + guest), *to_guest])
     rest = even // 2 - 1
     # In steps 1, 3, ...: ranks 1-2, 3-4, ..., and the last rank with rank 0.
-    other = [replace(m, first=m.first + 1, last=m.last + 1) for m in exchanged(even - 2, 1)]
+    other = [m._replace(first=m.first + 1, last=m.last + 1) for m in exchanged(even - 2, 1)]
     other += [MessageSet(0, 1, even - 1), MessageSet(even - 1, even, 1 - even)]
-    yield EqualSteps((rest + 1) // 2, [[replace(move, chunks=2 + guest) for move in other], *to_guest])
+    yield EqualSteps((rest + 1) // 2, [[move._replace(chunks=2 + guest) for move in other], *to_guest])
     yield EqualSteps(rest // 2, [exchanged(even, 1, 2 + guest), *to_guest])
     yield EqualSteps(guest, to_guest)
 

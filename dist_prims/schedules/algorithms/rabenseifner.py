@@ -19,7 +19,6 @@ After this fold, places 0, 2, ..., 2 r - 2 and 2 r, ..., n - 1 remain: p places,
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
@@ -62,8 +61,8 @@ def _load(hosts: Hosts) -> Iterator[LoadItem]:
     rank = places + np.minimum(places, surplus)
     if surplus:
         odd = MessageSet(1, 2 * surplus, -1, stride=2, chunks=p // 2, reduce=True)
-        yield EqualSteps(1, [[odd, replace(odd, first=0, shift=1)]])
-        yield EqualSteps(1, [[replace(odd, reduce=False)]])
+        yield EqualSteps(1, [[odd, odd._replace(first=0, shift=1)]])
+        yield EqualSteps(1, [[odd._replace(reduce=False)]])
     for distance in halves(p):
         yield WideStep(Step(rank, rank[places ^ distance], places, reduce=True), distance)
     yield from (step.renumbered(rank) for step in binomial.gather(p))

@@ -27,7 +27,6 @@ shifted by one rank, so that its inner ranks are even, from 2 on.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -106,7 +105,7 @@ def sets_by_level(size: int, reduce: bool) -> list[list[MessageSet]]:
         odd_one = last_to_the_right + 4 * low
         level = [MessageSet(low, last, low, stride=4 * low), MessageSet(3 * low, size, -low, stride=4 * low)]
         level += [MessageSet(odd_one, odd_one + 1, -low)] if odd_one < size else []
-        levels.append([replace(move, reduce=True) if reduce else move.backwards() for move in level])
+        levels.append([move._replace(reduce=True) if reduce else move.backwards() for move in level])
     return levels
 
 
@@ -117,8 +116,8 @@ def _double_tree_sets_by_level(size: int, reduce: bool) -> list[list[MessageSet]
     levels = sets_by_level(size + 1, reduce=True)[:-1]
     both = []
     for level in levels:
-        first_tree = [replace(move, first=move.first - 1, last=move.last - 1) for move in level]
-        second_tree = [replace(move, last=min(move.last, size)) for move in level]  # without its last place: rank 0
+        first_tree = [move._replace(first=move.first - 1, last=move.last - 1) for move in level]
+        second_tree = [move._replace(last=min(move.last, size)) for move in level]  # without its last place: rank 0
         both.append([move if reduce else move.backwards() for move in first_tree + second_tree])
     return both
 
