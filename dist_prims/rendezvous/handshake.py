@@ -54,7 +54,7 @@ EARLIER_VERSION = "an earlier version"  # before protocol 1: it sends no version
 HOSTS = "hosts"  # the key of the hosts of all ranks, below the name of the attempt
 _SECONDS_TO_READ = 1.0  # for a rank that is refused, before the store ends with rank 0
 _BETWEEN_LOOKS = 0.1  # seconds between two looks of rank 0 at hellos that are not complete or not new
-_BETWEEN_HELLOS = 0.1  # seconds
+_FIRST_BETWEEN_HELLOS, _LONGEST_BETWEEN_HELLOS = 0.1, 1.0  # seconds; each hello is sent to the host of the store
 _LONGEST = 1 << 20  # bytes of a text: the hosts of some 65,000 ranks in any order
 _FAILED = "!"  # the first character of a decision that is the text of an error of rank 0
 _TOKEN = re.compile("[0-9a-f]{16}")
@@ -136,14 +136,14 @@ class _OtherRank:
         """Do the handshake on this rank."""
         hello = signed(self._secret, ("hello", self._rank, self._size), self._token, host_id(), version(), self._text)
         name, published = "", []
-        next_hello = 0.0
+        next_hello, pause = 0.0, _FIRST_BETWEEN_HELLOS
 
         def is_answered() -> bool:
-            nonlocal name, next_hello
+            nonlocal name, next_hello, pause
             check()
             if (now := time.monotonic()) >= next_hello:  # repeated, because an old group may still remove its file
                 self._store.set(f"hello/{self._rank}", hello)
-                next_hello = now + _BETWEEN_HELLOS
+                next_hello, pause = now + pause, min(2 * pause, _LONGEST_BETWEEN_HELLOS)
             name = self._answer()
             return bool(name)
 

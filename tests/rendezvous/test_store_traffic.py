@@ -10,8 +10,10 @@ import functools
 import json
 import random
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,10 +90,40 @@ def bytes_of_clients(hosts: int, ranks: int) -> tuple[int, int]:
     return first.bytes, last.bytes
 
 
-@pytest.mark.parametrize(("hosts", "ranks", "most"), [(8, 1, 1_500), (8, 8, 2_000), (1000, 8, 100_000)])
-def test_a_rank_reads_less_than_100_kb_for_a_group_of_1000_hosts(hosts: int, ranks: int, most: int) -> None:
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "most"),
+    [
+        (8, 1, 1_500),
+        (8, 8, 2_000),
+        (1_000, 8, 100_000),
+        pytest.param(12_500, 8, 1_000_000, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_reads_some_10_bytes_for_each_rank_of_a_large_group(hosts: int, ranks: int, most: int) -> None:
     """Each rank asked for the address of every rank by a key of its own: 0.9 MB for 1,000 hosts of 8 ranks, which the
     store of rank 0 sent 8,000 times."""
     of_rank_0, of_last = bytes_of_clients(hosts, ranks)
     assert of_last <= most
     assert of_rank_0 / (hosts * ranks) + of_last <= most + 1_000  # rank 0 reads and answers three texts of each rank
+
+
+def test_a_rank_that_waits_a_minute_for_rank_0_does_not_repeat_its_hello_with_each_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It wrote its hello every 0.1 s: 129 KB in a minute, more than it reads for a group of 1,000 hosts."""
+    now = 0.0
+
+    def look_for_a_minute(done: Callable[[], bool], deadline: float, awaited: str) -> None:
+        nonlocal now
+        for _ in range(600):
+            assert not done()
+            now += 0.1
+        raise TimeoutError(awaited)
+
+    monkeypatch.setattr(handshake, "until", look_for_a_minute)
+    monkeypatch.setattr(handshake, "time", SimpleNamespace(monotonic=lambda: now))
+    client = CountingClient(dist.HashStore())
+    rank = handshake._OtherRank(client, 7_999, 8_000, SECRET, '{"addresses": ["10.0.0.7"]}')  # type: ignore[arg-type]
+    with pytest.raises(TimeoutError, match="no sign of"):
+        rank.join(60.0, lambda: None)
+    assert client.bytes < 30_000
