@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <string>
 
 #include "../common/kernels.h"
@@ -11,37 +12,23 @@
 namespace dist_prims {
 namespace {
 
-void transfer(std::byte* to, const std::byte* from, std::size_t bytes) {
-    if (bytes != 0 && to != from) std::memcpy(to, from, bytes);
-}
-
-// transfer() as an event of the trace.
-void traced_transfer(std::byte* to, const std::byte* from, std::size_t bytes) {
+// Writes data to a part of this rank's slot, as an event of the trace.
+void post(SlotExchange& slots, std::byte* to, const std::byte* from, std::size_t bytes) {
     const TraceSpan span(TraceKind::kCopy, bytes);
-    transfer(to, from, bytes);
+    slots.writer().write(to, from, bytes);
 }
 
-// Whether an all_reduce or reduce takes cache lines: of two ranks each is the only reader of the other's slots, and
-// larger data has left the caches of the cores when a slot is used again.
-bool takes_lines(std::size_t ranks, std::size_t bytes) {
-    return ranks == 2 && bytes <= 256 << 10;
+// Whether a rank takes the cache lines of data that it reads. `readers`: of each part of the data; `bytes`: all that
+// the rank reads in the call. Larger data has left the caches of the cores when a slot is used again.
+bool takes_lines(std::size_t readers, std::size_t bytes) {
+    return readers == 1 && bytes <= 256 << 10;
 }
 
-// Stores a byte of each cache line back, unchanged. `data`: a part of another rank's slot, from the beginning of a
-// line, that this rank has read in this phase and that no other rank reads (slot_exchange.h, memory order, 4.).
-//
-// This core then owns the lines alone. Without these stores both cores keep a copy, and the next write to the slot has
-// to wait for the end of the reader's copy: with cores that share their last cache, 3.5 us for 32 KB instead of 0.8.
-void take_lines(const void* data, std::size_t bytes) {
-    auto* const lines = static_cast<volatile std::byte*>(const_cast<void*>(data));
-    for (std::size_t at = 0; at < bytes; at += kCacheLine) lines[at] = lines[at];
-}
-
-// Calls use(begin, length) for each block of `bytes`. A block stays in the first-level cache until its lines are taken.
-template <typename Use>
-void for_blocks(std::size_t bytes, const Use& use) {
-    constexpr std::size_t kBlock = 2048;
-    for (std::size_t begin = 0; begin < bytes; begin += kBlock) use(begin, std::min(kBlock, bytes - begin));
+// Copies data, as an event of the trace. `takes`: the data is in another rank's slot, and no other rank reads it.
+void collect(std::byte* to, const std::byte* from, std::size_t bytes, bool takes) {
+    const TraceSpan span(TraceKind::kCopy, bytes);
+    if (takes) return copy_and_take(to, from, bytes);
+    if (bytes != 0 && to != from) std::memcpy(to, from, bytes);
 }
 
 // fold_ranks() of the input of this rank, inputs[rank], and of data in the slots of the other ranks. `takes`: no other
@@ -93,7 +80,7 @@ public:
           element_(size_of(dtype)),
           ranks_(static_cast<std::size_t>(slots.size())),
           chunk_(piece_bytes(slots, ranks_ + 1)),
-          takes_(takes_lines(ranks_, count * element_)) {}
+          takes_(takes_lines(ranks_ - 1, count * element_)) {}
 
     // `out` may be the input, or null on a rank that gets no result. With `stops_if_shared`, only the first phase runs
     // if some rank has its data in a shared tensor, and the result is false.
@@ -109,7 +96,7 @@ public:
             // 2. Sum the own chunk, and post it beside the input of the next segment. `out` may be the input.
             if (segment.count) sum_own_chunk(segment, out, slots_.mine() + ranks_ * chunk_);
             // 3. Collect the sums that the other ranks have posted of the previous segment.
-            if (out) collect(out, previous);
+            if (out) collect_sums(out, previous);
             previous = segment;
         }
         return true;
@@ -128,11 +115,10 @@ private:
     }
 
     void post_input(const Segment& segment) {
-        const TraceSpan span(TraceKind::kCopy, segment.count * element_);
         for (std::size_t peer = 0; peer < ranks_; ++peer) {
             const Segment part = chunk(segment, peer);
             if (peer != rank())
-                transfer(slots_.mine() + peer * chunk_, in_ + part.begin * element_, part.count * element_);
+                post(slots_, slots_.mine() + peer * chunk_, in_ + part.begin * element_, part.count * element_);
         }
     }
 
@@ -147,24 +133,15 @@ private:
         inputs[rank()] = in_ + own.begin * element_;
         std::byte* sum = out ? out + own.begin * element_ : posted;
         fold_slots(op_, dtype_, sum, inputs, own.count, rank(), takes_);
-        transfer(posted, sum, own.count * element_);
+        if (out) slots_.writer().write(posted, sum, own.count * element_);
     }
 
-    void collect(std::byte* out, const Segment& segment) {
-        const TraceSpan span(TraceKind::kCopy, segment.count * element_);
+    void collect_sums(std::byte* out, const Segment& segment) {
         for (std::size_t peer = 0; peer < ranks_; ++peer) {
             const Segment part = chunk(segment, peer);
             const std::byte* sum = slots_.theirs(static_cast<int>(peer)) + ranks_ * chunk_;
-            if (peer != rank()) collect_sum(out + part.begin * element_, sum, part.count * element_);
+            if (peer != rank()) collect(out + part.begin * element_, sum, part.count * element_, takes_);
         }
-    }
-
-    void collect_sum(std::byte* to, const std::byte* sum, std::size_t bytes) {
-        if (!takes_) return transfer(to, sum, bytes);
-        for_blocks(bytes, [&](std::size_t begin, std::size_t length) {
-            transfer(to + begin, sum + begin, length);
-            take_lines(sum + begin, length);
-        });
     }
 
     SlotExchange& slots_;
@@ -179,14 +156,14 @@ private:
 // Each rank posts all of its data, and reduces the data of all ranks. `out`: null on a rank that gets no result.
 void one_shot(SlotExchange& slots, DType dtype, Op op, const std::byte* in, std::byte* out, std::size_t count) {
     const std::size_t bytes = count * size_of(dtype);
-    traced_transfer(slots.mine(), in, bytes);
+    post(slots, slots.mine(), in, bytes);
     slots.phase();
     if (!out) return;
     const TraceSpan span(TraceKind::kReduce, bytes);
     std::vector<const void*> inputs;
     for (int peer = 0; peer < slots.size(); ++peer) inputs.push_back(peer == slots.rank() ? in : slots.theirs(peer));
     fold_slots(op, dtype, out, inputs, count, static_cast<std::size_t>(slots.rank()),
-               takes_lines(inputs.size(), bytes));
+               takes_lines(inputs.size() - 1, bytes));
 }
 
 // Lists of lengths that each rank posts in front of its data, so that all ranks see whether each rank sends as many
@@ -273,42 +250,45 @@ void reduce_scatter(SlotExchange& slots, DType dtype, Op op, const Blocks& in, s
     const std::size_t element = size_of(dtype), ranks = in.size(), rank = static_cast<std::size_t>(slots.rank());
     const std::size_t piece = piece_bytes(slots, ranks);
     const std::size_t longest = *std::max_element(counts.begin(), counts.end()) * element;
+    const bool takes = takes_lines(1, (ranks - 1) * counts[rank] * element);
     std::vector<const void*> inputs(ranks);
     for (std::size_t number = 0, all = segment_count(longest, piece); number < all; ++number) {
         const std::size_t begin = number * piece, bytes = segment_bytes(counts[rank] * element, piece, number);
         for (std::size_t peer = 0; peer < ranks; ++peer) {
             if (peer != rank)
-                traced_transfer(slots.mine() + peer * piece, in[peer] + begin,
-                                segment_bytes(counts[peer] * element, piece, number));
+                post(slots, slots.mine() + peer * piece, in[peer] + begin,
+                     segment_bytes(counts[peer] * element, piece, number));
         }
         slots.phase();
         for (std::size_t peer = 0; peer < ranks; ++peer)
             inputs[peer] = peer == rank ? in[rank] + begin : slots.theirs(static_cast<int>(peer)) + rank * piece;
         const TraceSpan span(TraceKind::kReduce, bytes);
-        if (bytes) fold_ranks(op, dtype, out + begin, inputs, bytes / element);
+        if (bytes) fold_slots(op, dtype, out + begin, inputs, bytes / element, rank, takes);
     }
 }
 
 void broadcast(SlotExchange& slots, std::size_t bytes, int root, std::byte* data) {
     const std::size_t piece = piece_bytes(slots, 1);
+    const bool takes = takes_lines(static_cast<std::size_t>(slots.size()) - 1, bytes);
     for (std::size_t number = 0, all = segment_count(bytes, piece); number < all; ++number) {
         const std::size_t length = segment_bytes(bytes, piece, number);
-        if (slots.rank() == root) traced_transfer(slots.mine(), data + number * piece, length);
+        if (slots.rank() == root) post(slots, slots.mine(), data + number * piece, length);
         slots.phase();
-        if (slots.rank() != root) traced_transfer(data + number * piece, slots.theirs(root), length);
+        if (slots.rank() != root) collect(data + number * piece, slots.theirs(root), length, takes);
     }
 }
 
 void all_gather(SlotExchange& slots, const std::byte* in, const Places& out, const Counts& bytes) {
     const std::size_t rank = static_cast<std::size_t>(slots.rank()), piece = piece_bytes(slots, 1);
     const std::size_t longest = *std::max_element(bytes.begin(), bytes.end());
+    const bool takes = takes_lines(out.size() - 1, longest);
     for (std::size_t number = 0, all = segment_count(longest, piece); number < all; ++number) {
         const std::size_t begin = number * piece;
-        traced_transfer(slots.mine(), in + begin, segment_bytes(bytes[rank], piece, number));
+        post(slots, slots.mine(), in + begin, segment_bytes(bytes[rank], piece, number));
         slots.phase();
         for (std::size_t peer = 0; peer < out.size(); ++peer) {
             const std::byte* from = peer == rank ? in + begin : slots.theirs(static_cast<int>(peer));
-            traced_transfer(out[peer] + begin, from, segment_bytes(bytes[peer], piece, number));
+            collect(out[peer] + begin, from, segment_bytes(bytes[peer], piece, number), takes && peer != rank);
         }
     }
 }
@@ -317,11 +297,12 @@ void gather(SlotExchange& slots, int root, const std::byte* in, std::size_t byte
             const Counts& incoming) {
     const LengthLists lists(slots);
     if (slots.rank() == root) lists.post({incoming});
+    const bool takes = takes_lines(1, std::accumulate(incoming.begin(), incoming.end(), std::uint64_t{0}));
     std::size_t all = 1;  // segments; not known before the first phase, in which all ranks post their lengths
     for (std::size_t number = 0; number < all; ++number) {
         const std::size_t begin = number * lists.payload_bytes();
         if (slots.rank() != root)
-            traced_transfer(lists.mine(), in + begin, segment_bytes(bytes, lists.payload_bytes(), number));
+            post(slots, lists.mine(), in + begin, segment_bytes(bytes, lists.payload_bytes(), number));
         slots.phase();
         if (number == 0) {
             for (int peer = 0; peer < slots.size(); ++peer)
@@ -333,7 +314,8 @@ void gather(SlotExchange& slots, int root, const std::byte* in, std::size_t byte
         for (std::size_t peer = 0; peer < out.size(); ++peer) {
             const int rank = static_cast<int>(peer);
             const std::byte* from = rank == root ? in + begin : lists.theirs(rank);
-            traced_transfer(out[peer] + begin, from, segment_bytes(incoming[peer], lists.payload_bytes(), number));
+            collect(out[peer] + begin, from, segment_bytes(incoming[peer], lists.payload_bytes(), number),
+                    takes && rank != root);
         }
     }
 }
@@ -344,10 +326,12 @@ void scatter(SlotExchange& slots, int root, const Blocks& in, std::byte* out, st
     for (std::size_t number = 0, all = segment_count(bytes, piece); number < all; ++number) {
         const std::size_t begin = number * piece, length = segment_bytes(bytes, piece, number);
         for (std::size_t peer = 0; peer < in.size(); ++peer) {  // `in` is empty except on the root
-            if (peer != rank) traced_transfer(slots.mine() + peer * piece, in[peer] + begin, length);
+            if (peer != rank) post(slots, slots.mine() + peer * piece, in[peer] + begin, length);
         }
         slots.phase();
-        traced_transfer(out + begin, in.empty() ? slots.theirs(root) + rank * piece : in[rank] + begin, length);
+        const bool is_root = !in.empty();
+        collect(out + begin, is_root ? in[rank] + begin : slots.theirs(root) + rank * piece, length,
+                takes_lines(1, bytes) && !is_root);
     }
 }
 
@@ -356,14 +340,15 @@ void all_to_all(SlotExchange& slots, const Blocks& in, const Counts& outgoing, c
     const LengthLists lists(slots);
     const std::size_t ranks = in.size(), rank = static_cast<std::size_t>(slots.rank());
     const std::size_t piece = lists.payload_bytes() / ranks / kCacheLine * kCacheLine;
+    const bool takes = takes_lines(1, std::accumulate(incoming.begin(), incoming.end(), std::uint64_t{0}));
     std::size_t all = 1;  // as in gather()
     lists.post({outgoing, incoming});
     for (std::size_t number = 0; number < all; ++number) {
         const std::size_t begin = number * piece;
         for (std::size_t peer = 0; peer < ranks; ++peer) {
             if (peer != rank)
-                traced_transfer(lists.mine() + peer * piece, in[peer] + begin,
-                                segment_bytes(outgoing[peer], piece, number));
+                post(slots, lists.mine() + peer * piece, in[peer] + begin,
+                     segment_bytes(outgoing[peer], piece, number));
         }
         slots.phase();
         if (number == 0) {
@@ -376,7 +361,7 @@ void all_to_all(SlotExchange& slots, const Blocks& in, const Counts& outgoing, c
         for (std::size_t peer = 0; peer < ranks; ++peer) {
             const std::byte* from =
                 peer == rank ? in[rank] + begin : lists.theirs(static_cast<int>(peer)) + rank * piece;
-            traced_transfer(out[peer] + begin, from, segment_bytes(incoming[peer], piece, number));
+            collect(out[peer] + begin, from, segment_bytes(incoming[peer], piece, number), takes && peer != rank);
         }
     }
 }

@@ -6,6 +6,8 @@
 #include <optional>
 #include <utility>
 
+#include "shared_copies.h"
+
 namespace dist_prims {
 namespace {
 
@@ -235,7 +237,7 @@ bool PointToPoint::read_ring(int from) {
             const bool direct = message->request && !message->buffer && message->bytes == message->request->bytes;
             if (!direct && !message->buffer && !buffer_unexpected(*message)) return true;  // the group has ended
             std::byte* const target = direct ? message->request->data : message->buffer.get();
-            std::memcpy(target + message->moved, ring + offset, piece);
+            copy_and_take(target + message->moved, ring + offset, piece);
             message->moved += piece;
             advance(read, offset, round_up_to_line(piece));
         }

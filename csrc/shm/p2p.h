@@ -21,8 +21,8 @@
 // loads its own counter without an order:
 // 1. The sender stores `written` after the header and the bytes (release). The receiver loads it before it reads them
 //    (acquire).
-// 2. The receiver stores `read` after it has copied the bytes (release). The sender loads it before it overwrites them
-//    (acquire).
+// 2. The receiver stores `read` after it has copied the bytes and taken their lines (shared_copies.h; release). The
+//    sender loads it before it overwrites them (acquire).
 // 3. All four accesses are sequentially consistent, since Membership::sleep() may wait for each of them.
 // 4. A rank stores its flag `left` in the membership after its last message (release). depends_on() loads the flag
 //    before `written` (acquire): if the flag is set and the ring is empty, no message from that rank will come.

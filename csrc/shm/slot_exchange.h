@@ -21,8 +21,8 @@
 // 3. All these accesses are sequentially consistent: each rank stores its counter, then loads the counters of the other
 //    ranks. So of two ranks that post at once at least one sees that it is the last, and wakes the ranks that sleep
 //    (membership.h). Else each could take the other to be behind, and no rank would wake them.
-// 4. A rank may store to a part of another rank's slot that no other rank reads in this phase (take_lines() in
-//    collectives.cpp). The writer's data came before that by 1., and the writer overwrites it after that by 2.
+// 4. A rank may store to a part of another rank's slot that no other rank reads in this phase (shared_copies.h). The
+//    writer's data came before that by 1., and the writer overwrites it after that by 2.
 // 5. `calls` (release, acquire) orders `number` (slot_exchange.cpp) for the wait-for graph: a reader sees the number of
 //    that call, or of a later one.
 // Copies past the cache are ended before phase() (streaming.h). tests/csrc/test_memory_order.py explores all executions
@@ -38,6 +38,7 @@
 
 #include "../common/types.h"
 #include "membership.h"
+#include "shared_copies.h"
 
 namespace dist_prims {
 
@@ -73,6 +74,8 @@ public:
 
     // This rank's slot for the data of the next phase: capacity() bytes.
     std::byte* mine() { return slot(rank(), phase_ + 1); }
+    // For data of any length in mine().
+    SharedWriter& writer() { return writer_; }
     // Posts mine(), and waits until all ranks have posted.
     void phase();
     // The slot of a rank in the last phase. Valid until this rank's next phase.
@@ -109,9 +112,10 @@ private:
     Membership& membership_;
     const std::size_t capacity_;           // bytes of a slot
     std::uint64_t phase_ = 0, calls_ = 0;  // phases posted and calls opened by this rank, modulo 2^64
-    Call call_;                            // that this rank has opened
-    bool compares_ = false;                // whether the next phase compares the calls
-    Clock::time_point deadline_;           // zero: the timeout has not begun
+    SharedWriter writer_;
+    Call call_;                   // that this rank has opened
+    bool compares_ = false;       // whether the next phase compares the calls
+    Clock::time_point deadline_;  // zero: the timeout has not begun
     std::chrono::milliseconds timeout_{0};
 };
 

@@ -401,6 +401,60 @@ CASE(collectives_of_all_sizes) {
     for (int size : {1, 2, 3, 4, 7}) every_collective(size);
 }
 
+// Writes from a measurement to the next, and long ones on both sides of it.
+CASE(shared_writes_of_all_lengths) {
+    constexpr std::size_t kLong = SharedWriter::kLongWrite;
+    std::vector<std::byte> from(4 * kLong), to(from.size());
+    for (std::size_t at = 0; at < from.size(); ++at) from[at] = static_cast<std::byte>(at * 37 >> 3);
+    for (const bool past_cache : {false, true}) {
+        SharedWriter writer;
+        for (std::uint32_t number = 0; number < 2 * SharedWriter::kInterval; ++number) {
+            for (const std::size_t bytes : {std::size_t{0}, std::size_t{1}, kLong - 1, kLong, 3 * kLong + number}) {
+                std::fill(to.begin(), to.end(), std::byte{0});
+                if (number % SharedWriter::kInterval) writer.set_past_cache(past_cache);
+                writer.write(to.data() + number, from.data() + 2 * number, bytes);
+                CHECK(std::equal(to.begin() + number, to.begin() + number + bytes, from.begin() + 2 * number));
+                CHECK(std::count(to.begin(), to.begin() + number, std::byte{0}) == number);
+                CHECK(std::all_of(to.begin() + number + bytes, to.end(),
+                                  [](std::byte rest) { return rest == std::byte{0}; }));
+            }
+        }
+    }
+}
+
+// Where ranks share a cache no measurement chooses the way past it, so a test of collectives alone might never go it.
+CASE(collectives_past_the_cache) {
+    for (int size : {1, 2, 3}) {
+        run_ranks(
+            size, {},
+            [size](HostSegment& host_segment) {
+                constexpr std::size_t kCount = 60000;
+                SlotExchange& slots = host_segment.slots;
+                for (std::uint64_t sequence = 0; sequence < 8; sequence += 2) {
+                    slots.writer().set_past_cache(true);
+                    auto data = test_data(slots.rank(), kCount);
+                    open(slots, Collective::kAllReduce, sequence);
+                    all_reduce(host_segment, DType::kInt64, Op::kSum, bytes(data), bytes(data), kCount);
+                    for (std::size_t i = 0; i < kCount; ++i)
+                        CHECK(data[i] == size * (size - 1) / 2 * 1000 + size * 3 * static_cast<long>(i));
+                    data = test_data(slots.rank(), kCount);
+                    open(slots, Collective::kBroadcast, sequence + 1);
+                    broadcast(slots, kCount * 8, size - 1, bytes(data));
+                    CHECK(data == test_data(size - 1, kCount));
+                }
+            },
+            std::size_t{1} << 20);
+    }
+}
+
+// Times in both states of a machine whose cores share their last cache at some times only.
+CASE(a_writer_goes_past_the_cache_where_that_gains) {
+    CHECK(!SharedWriter::goes_past_cache(531ns, 1883ns));
+    CHECK(!SharedWriter::goes_past_cache(1170ns, 1000ns));
+    CHECK(SharedWriter::goes_past_cache(4046ns, 2003ns));
+    CHECK(SharedWriter::goes_past_cache(5959ns, 711ns));
+}
+
 CASE(all_reduce_with_shared_and_ordinary_tensors) {
     for (int size : {1, 2, 3}) {
         for (int exporters = 0; exporters <= size; ++exporters) all_reduce_of_shared_tensors(size, exporters);

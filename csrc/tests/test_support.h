@@ -153,12 +153,12 @@ inline std::shared_ptr<const Mapping> memory_for(int size, std::size_t slot = kS
 
 // Runs `body(host_segment)` on one thread for each rank of a host.
 template <typename Body>
-void run_ranks(int size, const HostSegment::Counters& counters, const Body& body) {
-    const auto memory = memory_for(size, kSlot, counters);
+void run_ranks(int size, const HostSegment::Counters& counters, const Body& body, std::size_t slot = kSlot) {
+    const auto memory = memory_for(size, slot, counters);
     std::vector<std::thread> threads;
     for (int rank = 0; rank < size; ++rank) {
         threads.emplace_back([&, rank] {
-            HostSegment host_segment(memory, rank, size, kSlot);
+            HostSegment host_segment(memory, rank, size, slot);
             body(host_segment);
         });
     }

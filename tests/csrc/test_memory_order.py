@@ -137,6 +137,7 @@ def ring_buffer(orders: Orders, messages: int = 3, space: int = 2) -> None:
             before = done
             while done < messages and (yield load("written", orders["see written"])) > done:
                 assert (yield read(f"line {done % space}")) == done
+                yield write(f"line {done % space}", done)  # the receiver takes the cache line
                 done += 1
                 yield store("read", done, orders["read"])
             if done != before:
