@@ -138,6 +138,7 @@ void MultiHostGroup::pack_frames(FrameHeader header, const Piggyback* data) {
     const SlotExchange& slots = host_segment_.slots;
     std::vector<const std::byte*> rows;
     for (int peer = 0; peer < slots.size(); ++peer) rows.push_back(slots.theirs(peer) + kCacheLine);
+    if (const std::byte* const row = data ? data->row_in_place() : nullptr) rows[0] = row;
     own_frames_.assign(hosts_.ranks.size(), nullptr);
     MessagePtr without_data, with_data;  // messages for several hosts, unless each host gets its own data
     for (std::size_t to = 0; to < own_frames_.size(); ++to) {
@@ -300,11 +301,15 @@ Terms MultiHostGroup::agree_and_carry(const Call& call, const CarriedData& data,
     remote.begin_call(call, timeout);
     slots.open(call, timeout + RemotePeers::kLocalMargin, false);
     std::memcpy(slots.mine(), data.terms.data(), sizeof(data.terms));
-    if (data.piggyback) data.piggyback->write_row(slots.mine() + kCacheLine);
+    const bool is_leader = slots.rank() == 0;
+    if (data.piggyback && !(is_leader && data.piggyback->row_in_place()))
+        data.piggyback->write_row(slots.mine() + kCacheLine);
     slots.phase();
     // 2. The leader decides; the other ranks wait.
-    if (slots.rank() == 0) {
-        const Outcome outcome = decide(call, data, slots.mine() + Outcome::kSlotBytes, timeout);
+    std::byte* const in_place = data.piggyback && slots.size() == 1 ? data.piggyback->result_in_place() : nullptr;
+    if (is_leader) {
+        std::byte* const result = in_place ? in_place : slots.mine() + Outcome::kSlotBytes;
+        const Outcome outcome = decide(call, data, result, timeout);
         std::memcpy(slots.mine(), &outcome, sizeof(outcome));
         slots.phase();
     } else {
@@ -318,7 +323,7 @@ Terms MultiHostGroup::agree_and_carry(const Call& call, const CarriedData& data,
     const Difference& calls = outcome.difference;
     if (calls.other_rank >= 0)
         throw_mismatch(host_segment_.membership.own_name(), calls.rank, calls.call, calls.other_rank, calls.other);
-    if (outcome.is_moved) data.piggyback->copy_outputs(slots.theirs(0) + Outcome::kSlotBytes);
+    if (outcome.is_moved && !in_place) data.piggyback->copy_outputs(slots.theirs(0) + Outcome::kSlotBytes);
     return outcome.terms;
 }
 

@@ -16,6 +16,20 @@ void copy(std::byte* to, const std::byte* from, std::size_t bytes) {
     if (bytes) std::memcpy(to, from, bytes);
 }
 
+// Where the blocks of this rank begin on one side, input or output; null unless they follow each other in memory.
+template <typename Byte>
+Byte* contiguous(const ProgramBuffer& buffer, Byte* ProgramBuffer::Block::* side, std::size_t element_bytes) {
+    Byte *begin = nullptr, *end = nullptr;
+    for (const auto& block : buffer.blocks) {
+        const std::size_t bytes = block.*side ? block.count * element_bytes : 0;
+        if (bytes == 0) continue;
+        if (!begin) begin = end = block.*side;
+        if (block.*side != end) return nullptr;
+        end += bytes;
+    }
+    return begin;
+}
+
 }  // namespace
 
 Piggyback::Piggyback(const Hosts& hosts, int rank, const Call& call, const ProgramBuffer& buffer)
@@ -77,6 +91,14 @@ std::size_t Piggyback::offset_in_row(int target) const {
     std::size_t before = 0;
     for (int rank = 0; rank < target; ++rank) before += block_bytes(0, rank);
     return before;
+}
+
+const std::byte* Piggyback::row_in_place() const {
+    return contiguous(buffer_, &ProgramBuffer::Block::input, element_bytes_);
+}
+
+std::byte* Piggyback::result_in_place() const {
+    return contiguous(buffer_, &ProgramBuffer::Block::output, element_bytes_);
 }
 
 void Piggyback::write_row(std::byte* row) const {

@@ -41,6 +41,11 @@ public:
     // Whether each host gets a message of its own.
     bool is_addressed() const { return shape_.addressed; }
 
+    // The row of this rank where its inputs are, and its outputs as the memory of a result: null unless the blocks
+    // follow each other in memory. If they do, the leader of a host copies no row, and a leader without other ranks on
+    // its host copies no outputs.
+    const std::byte* row_in_place() const;
+    std::byte* result_in_place() const;
     // Writes the row of this rank.
     void write_row(std::byte* row) const;
     // Copies the outputs of this rank from the result.

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "in_memory_network.h"
 
@@ -136,6 +137,31 @@ CASE(every_collective_can_travel_with_its_agreement) {
     moves({{0, 1}, {2, 3}}, 4);
     moves({{0, 3, 4}, {1}, {2, 5}}, 6);
     moves({{3}, {2}, {1}, {0}}, 4);
+}
+
+// A leader reads its row where the blocks are, and writes its result there if it is alone on its host.
+CASE(blocks_that_follow_each_other_in_memory_travel) {
+    const auto joined = [](const std::vector<Values>& blocks) {
+        Values values;
+        for (const Values& block : blocks) values.insert(values.end(), block.begin(), block.end());
+        return values;
+    };
+    run_group({{0, 3}, {1}, {2}}, [&](MultiHostGroup& group, int rank) {
+        std::uint64_t sequence = 0;
+        for (const Collective each : kAll) {
+            Example made = example(each, rank, 4, 1, {6}, sequence++);
+            Values inputs = joined(made.inputs), outputs = joined(made.outputs);
+            auto* input = reinterpret_cast<std::byte*>(inputs.data());
+            auto* output = reinterpret_cast<std::byte*>(outputs.data());
+            ProgramBuffer buffer = made.buffer();
+            for (auto& block : buffer.blocks) {
+                if (block.input) block.input = std::exchange(input, input + 8 * block.count);
+                if (block.output) block.output = std::exchange(output, output + 8 * block.count);
+            }
+            group.agree_and_move(made.call, buffer, 60s);
+            CHECK(outputs == joined(made.expected));
+        }
+    });
 }
 
 // Between more hosts the second round forwards what was received in the first one.

@@ -54,9 +54,11 @@ def added_seconds(collective: str, nbytes: float, topology: Topology) -> float:
     crowded = np.where((between > 0).sum(axis=0) > 1, received, 0)
     link = (np.maximum(sent, received) * topology.outer.beta + crowded * topology.congestion).max()
     # 3. The time of each leader: it writes its messages, also the one for its own host, and reads the ones it receives.
+    # A rank without others on its host does so in the memory of the caller. Otherwise each rank copies its data to
+    # shared memory first and its result from there, and a message of the inner level is two copies as well.
     written = messages.sum(axis=1) if collective in _ADDRESSED else messages.max(axis=1)
     read = messages.sum(axis=0)
-    leader = (written + read) * topology.inner.beta
+    leader = (written + read) * topology.inner.beta * np.where(ranks > 1, 1, 0.5)
     if collective in _REDUCE:  # to write a message, the leader adds up the data of its ranks
         leader = (written * ranks + read) * topology.gamma
     # 4. Hosts on one machine share its cores, for their messages as well as for the work of the leaders.

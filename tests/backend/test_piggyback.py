@@ -47,6 +47,16 @@ def test_a_schedule_is_better_where_it_sends_less() -> None:
     assert travels("a b", "broadcast", 1 << 16, GIGABIT)
 
 
+def test_a_rank_alone_on_its_host_copies_less() -> None:
+    """It neither copies its data to shared memory nor its result from there: half of the copies of two ranks."""
+
+    def copies(hosts: tuple[int, ...]) -> float:
+        topology = Topology(hosts, Level(0, 1e-10), Level(0, 0))
+        return added_seconds("broadcast", 1 << 16, topology)
+
+    assert copies((1, 1)) == copies((2, 2)) / 2
+
+
 def test_blocks_of_different_lengths_are_not_known_to_all() -> None:
     group = MultiHostSchedules(["a", "b"], 0, ASSUMED, Schedule.verify)
     assert not group.choose("all_to_all", 64, 0, is_even=False).is_slower_than_piggyback
