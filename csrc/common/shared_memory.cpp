@@ -47,7 +47,8 @@ Descriptor make_sparse_memory(const char* name, std::size_t bytes) {
     Descriptor memory(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (memory.get() < 0) throw_errno("memfd_create");
     if (::ftruncate(memory.get(), static_cast<off_t>(bytes)) != 0)
-        throw_errno("cannot reserve " + std::to_string(bytes) + " bytes of shared memory");
+        throw_errno("cannot reserve " + std::to_string(bytes) +
+                    " bytes of shared memory; is the limit of file sizes (`ulimit -f`) reached?");
     if (::fcntl(memory.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
         throw_errno("sealing shared memory");
     return memory;

@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import re
+import resource
 import signal
 import threading
 import time
@@ -160,6 +161,23 @@ def test_handled_signals_do_no_harm(ranks: list[int], tmp_path: Path) -> None:
 
     outcomes = run_ranks(body, 3, tmp_path)
     assert [count > 0 for count in outcomes] == [rank in ranks for rank in range(3)]
+
+
+def test_a_limit_of_file_sizes_is_named(tmp_path: Path) -> None:
+    """Linux counts shared memory as a file. The error had no remedy."""
+
+    def body(rank: int) -> Any:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if rank == 0:  # makes the memory of the group
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+        with pytest.raises(RuntimeError) as caught:
+            dist.new_group(timeout=timedelta(seconds=60))
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        dist.barrier()
+        return str(caught.value)
+
+    for text in run_ranks(body, 2, tmp_path):
+        assert re.search(r"rank 0: cannot reserve \d+ bytes of shared memory; is the .*`ulimit -f`", text)
 
 
 def test_a_rank_that_has_no_memory_for_its_slots(control_group: Path, tmp_path: Path) -> None:
