@@ -3,9 +3,9 @@
 // Before a core writes a cache line, the caches of all other cores have to drop it. Two measures keep that short:
 // - A rank that alone reads some data takes its lines (take_lines): 1 MB by send and recv takes 0.44 of the time.
 // - Where the reader's core does not share its last cache with the writer's, memcpy takes 3 to 10 times as long as a
-//   copy past the cache, and an all_reduce of 1 MB without it 5 times as long. Where they share it, the data stays
-//   there for the reader, and calls take 1.4 to 2 times as long past the cache. A virtual machine does not show which
-//   cores share a cache, and threads move. So SharedWriter measures both at intervals.
+//   copy past the cache, and an all_reduce of 1 MB takes 7 times as long with it. Where they share it, the data stays
+//   there for the reader, and calls take 1.1 to 2.3 times as long past the cache. A virtual machine does not show
+//   which cores share a cache, and threads move. So SharedWriter measures both at intervals.
 #pragma once
 
 #include <algorithm>
@@ -37,9 +37,9 @@ public:
     // The copy is ordered before later stores. `to` and `from` may be null if `bytes` is 0.
     void write(std::byte* to, const std::byte* from, std::size_t bytes);
 
-    // The rule, from the times of two equal parts. A copy past the cache must gain more than its readers lose, who then
-    // fetch the data from memory. Measured: 0.3 to 1.2 with a shared last cache; else 3 to 10, and 1.3 to 3 for data
-    // that is in no cache.
+    // The rule, from the times of two equal parts. A copy past the cache must gain more than its readers lose: they
+    // have to fetch the data from memory. The measured ratios of the times were 0.25 to 1.2 with a shared last cache;
+    // without one 3 to 10, and 1 to 3 for input that is in no cache.
     static bool goes_past_cache(std::chrono::nanoseconds by_memcpy, std::chrono::nanoseconds past_cache) {
         return by_memcpy > 2 * past_cache;
     }

@@ -74,7 +74,7 @@ public:
 
     // This rank's slot for the data of the next phase: capacity() bytes.
     std::byte* mine() { return slot(rank(), phase_ + 1); }
-    // For data of any length in mine().
+    // Writes data to mine().
     SharedWriter& writer() { return writer_; }
     // Posts mine(), and waits until all ranks have posted.
     void phase();

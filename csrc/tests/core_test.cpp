@@ -422,7 +422,8 @@ CASE(shared_writes_of_all_lengths) {
     }
 }
 
-// Where ranks share a cache no measurement chooses the way past it, so a test of collectives alone might never go it.
+// Where the cores share a cache, no measurement chooses the copy past it. The other tests would not run that copy
+// there.
 CASE(collectives_past_the_cache) {
     for (int size : {1, 2, 3}) {
         run_ranks(
