@@ -1,8 +1,15 @@
 """Waits with a deadline: for a condition, and for a call that has no deadline of its own."""
 
+import contextlib
+import fcntl
+import os
+import stat
+import sys
+import termios
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from ..threads import start_thread
@@ -25,6 +32,22 @@ def until(done: Callable[[], object], deadline: float, awaited: str) -> None:
             raise TimeoutError(f"no sign of {awaited}")
         time.sleep(interval)
         interval = min(_GROWTH * interval, _LONGEST_INTERVAL)
+
+
+def until_output_is_read() -> None:
+    """Wait until the launcher has read what this process has printed, for at most a second for each pipe.
+
+    When a rank aborts the job, MPICH's launcher discards output that it has not read yet.
+    """
+    for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
+        with contextlib.suppress(Exception):  # a stream that the program has closed, for example
+            stream.flush()
+            if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+                until(partial(_is_empty, descriptor), time.monotonic() + 1.0, "a reader")
+
+
+def _is_empty(pipe: int) -> bool:
+    return not any(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))
 
 
 def call_in_thread(

@@ -11,21 +11,16 @@ The module handles two failures that occur in practice:
 MPI's blocking calls have no deadline. The module uses nonblocking calls and polls them.
 """
 
-import contextlib
-import fcntl
 import os
 import re
-import stat
 import sys
-import termios
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from .deadline import until
+from .deadline import until, until_output_is_read
 from .detect_launcher import Launcher
 
 __all__: list[str] = []
@@ -129,19 +124,7 @@ def abort_on_exception() -> None:
     def show_and_abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         show(kind, error, trace)
         if _outermost is show_and_abort and MPI.COMM_WORLD.Get_size() > 1:
-            for number, stream in ((1, sys.stdout), (2, sys.stderr)):
-                with contextlib.suppress(Exception):  # a stream that the program has closed, for example
-                    stream.flush()
-                    _wait_until_read(number)
+            until_output_is_read()
             MPI.COMM_WORLD.Abort(1)
 
     _outermost = sys.excepthook = show_and_abort
-
-
-def _wait_until_read(descriptor: int) -> None:
-    """Wait until the launcher has read a pipe; TimeoutError after a second.
-
-    On an abort MPICH's launcher discards output that it has not read yet.
-    """
-    if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-        until(lambda: not any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))), time.monotonic() + 1.0, "a reader")

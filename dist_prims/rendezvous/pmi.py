@@ -7,7 +7,9 @@ same process uses the same socket. Requests and answers alternate, so each gets 
 not send at the same time.
 
 A process manager regards a rank that exits without the request "finalize" as crashed, and kills the others. A rank
-therefore finalizes at exit, unless an uncaught exception ends it. Where MPI is in use, MPI finalizes.
+therefore finalizes at exit. Where MPI is in use, MPI finalizes. If an uncaught exception ends a rank, it requests
+"abort": Hydra of MPICH 5.0 overlooks an exit with a status other than 0 whenever it collects the status before it sees
+that the socket is closed.
 """
 
 import atexit
@@ -18,6 +20,7 @@ import stat
 import sys
 import time
 
+from .deadline import until_output_is_read
 from .detect_launcher import Launcher
 
 __all__: list[str] = []
@@ -46,7 +49,7 @@ class Pmi:
             raise RuntimeError(f"rank {self.rank}: the process manager supports PMI {version['pmi_version']}, not 1")
         self._longest = int(self._ask("get_maxes", deadline)["vallen_max"]) - 2  # the mark and the terminating zero
         self._name = self._ask("get_my_kvsname", deadline)["kvsname"]
-        atexit.register(self._finalize, os.getpid())
+        atexit.register(self._end, os.getpid())
 
     def all_texts(self, text: str, deadline: float, awaited: str) -> list[str]:
         """See TextExchange."""
@@ -55,11 +58,15 @@ class Pmi:
         self._ask("barrier_in", deadline, awaited)
         return [bytes.fromhex(self._get(rank, deadline)).decode() for rank in range(self.size)]
 
-    def _finalize(self, process: int) -> None:
-        """At exit: finalize, if ``process`` is this process and no parent of it, and neither failed nor uses MPI."""
-        failed, forked = hasattr(sys, "last_value"), os.getpid() != process
-        if not (failed or forked or "mpi4py.MPI" in sys.modules):
-            with contextlib.suppress(OSError, RuntimeError):  # TimeoutError is an OSError
+    def _end(self, process: int) -> None:
+        """At exit: finalize, or abort after an exception, if ``process`` is this process and no parent of it."""
+        if os.getpid() != process:
+            return
+        with contextlib.suppress(OSError, RuntimeError):  # TimeoutError is an OSError
+            if hasattr(sys, "last_value"):
+                until_output_is_read()
+                os.write(self._descriptor, b"cmd=abort exitcode=1\n")  # no answer comes
+            elif "mpi4py.MPI" not in sys.modules:
                 self._ask("finalize", time.monotonic() + _SECONDS_TO_FINALIZE)
 
     def _put(self, text: str, deadline: float) -> None:
