@@ -223,6 +223,7 @@ CASE(a_death_of_rank_0_during_the_rendezvous) {
     const SharedPage shared;
     const Child first([&] { meet(shared, rendezvous(0, 3)); });
     const Child second([&] {
+        wait_until([&] { return shared->words > 0; });  // otherwise rank 0 could die before it can be found
         RendezvousOptions how = rendezvous(1, 3);
         how.look = [&] { shared->stage = 1; };
         CHECK(fails(CommError::Kind::kPeerDied, [&] { meet(shared, how); }, "rank 1: rank 0 "));

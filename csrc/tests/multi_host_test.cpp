@@ -391,8 +391,11 @@ CASE(the_rank_that_does_not_reply_is_named) {
 CASE(many_ranks_learn_of_a_failure_over_few_connections) {
     constexpr int kSize = 66;
     static_assert(kSize > TimeoutDiagnosis::kDirect);
-    const auto body = [](MultiHostGroup& group, int rank, HostSegment& host_segment) {
+    std::atomic<int> begun{0};
+    const auto body = [&](MultiHostGroup& group, int rank, HostSegment& host_segment) {
         std::byte nothing{};
+        ++begun;
+        wait_until([&] { return begun == kSize; });  // the last of so many may begin after half a second
         const auto receive_byte = [&] {
             const std::chrono::milliseconds timeout = rank == 0 ? 500ms : 60s;
             group.router.wait({group.router.receive(rank ? 50 : 33, group.router.next(), &nothing, 1, timeout)});

@@ -119,11 +119,16 @@ def test_all_cases_on_emulated_arm64(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_native.build([compile_native.core(CSRC)], folder, folder / "objects")
     program = built(folder, compiler=ARM64_COMPILER)
     emulator = (ARM64_EMULATOR, "-L", "/usr/aarch64-linux-gnu")
-    # The emulator refuses a filter of system calls, and the kernel cannot execute the program of the second case.
-    refused = {"ends_are_seen_without_pidfd", "a_slow_call_of_many_short_waits_is_reported"}
+    # The emulator refuses a filter of system calls, and the kernel cannot execute the program of the second case. In
+    # the third, 66 ranks reply within a second: the emulator is too slow for that beside other load.
+    left_out = {
+        "ends_are_seen_without_pidfd",
+        "a_slow_call_of_many_short_waits_is_reported",
+        "many_ranks_learn_of_a_failure_over_few_connections",
+    }
     names = {*run(*emulator, program, "--list").split()}
-    assert refused < names
-    run(*emulator, program, *names - refused)
+    assert left_out < names
+    run(*emulator, program, *names - left_out)
     run(*emulator, "-p", "65536", program, *CASES_OF["shared_tensor_test"])
 
 
