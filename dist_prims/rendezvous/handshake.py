@@ -49,7 +49,7 @@ __all__: list[str] = []
 
 # Each change of what ranks send to each other raises this number: the descriptions of calls (csrc/common/types.h,
 # collectives/call_agreement.py, agreement.py), other messages, and the shared memory of a host.
-PROTOCOL = 7
+PROTOCOL = 8
 EARLIER_VERSION = "an earlier version"  # before protocol 1: it sends no version
 HOSTS = "hosts"  # the key of the hosts of all ranks, below the name of the attempt
 _SECONDS_TO_READ = 1.0  # for a rank that is refused, before the store ends with rank 0

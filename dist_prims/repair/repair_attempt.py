@@ -11,13 +11,14 @@ import errno
 import functools
 import os
 import time
-from collections.abc import Callable, Collection, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ..backend.create import find_made_group, made_group, make_group
+from ..backend.death_monitor import RemoteProcesses
 from ..backend.origin import Origin
 from ..backend.quorum_ranks import quorum_ranks
 from ..errors import CommError, LeftOutError
@@ -61,7 +62,8 @@ class RepairAttempt:
         name: of the new group.
         timeout: in seconds, the longest time in which nothing changes.
         agreement: names the registers: each agreement of a group has registers of its own.
-        newcomers: the number of ranks of the new group that are not in the old group.
+        newcomers: where each rank of the new group that is not in the old group listens while its process runs; an
+            empty address if that is not known.
         is_remote: whether newcomers are on other hosts, which cannot reach the loopback address.
         serving: called with the address of the store for the new group, on the rank that serves the store.
         ending: the backends of groups whose calls that wait for this rank end soon, on other hosts too. Otherwise ranks
@@ -74,7 +76,7 @@ class RepairAttempt:
         name: str,
         timeout: float,
         agreement: str,
-        newcomers: int = 0,
+        newcomers: Sequence[str] = (),
         is_remote: bool = False,
         serving: Callable[[str], None] = lambda address: None,
         ending: Collection[Any] = (),
@@ -293,13 +295,18 @@ class RepairAttempt:
         timeout: timedelta = self._old_backend.options._timeout
         limit = min(self._timeout, timeout.total_seconds())
         prefix = store_prefix(self._old_group.attempt, self._agreement, self._round)
-        new_rank, size = members.index(self._rank), len(members) + self._newcomers
+        new_rank, size = members.index(self._rank), len(members) + len(self._newcomers)
         old = self._old_group.request
         global_ranks = [] if self._is_default or not old.ranks else [old.ranks[member] for member in members]
 
+        newcomers = RemoteProcesses(
+            {new: address for new, address in enumerate(self._newcomers, len(members)) if address}
+        )
+
         def ended() -> list[int]:  # as ranks of the new group
             self._find_deaths(members)
-            return [position for position, member in enumerate(members) if member in self._dead]
+            dead_members = [position for position, member in enumerate(members) if member in self._dead]
+            return dead_members + newcomers.ended()
 
         def make_new_group() -> tuple[Any, Any]:
             store = dist.PrefixStore(prefix, open_store(address, size, limit))

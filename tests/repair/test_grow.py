@@ -24,7 +24,8 @@ from dist_prims.backend.create import made_group
 from dist_prims.rendezvous.network import is_loopback, own_address
 from dist_prims.rendezvous.secret import Secret, remember
 from dist_prims.rendezvous.served import answers, serve_registers, served_store
-from dist_prims.repair.grow import _given_options, _open_meeting
+from dist_prims.repair.grow import _given_options
+from dist_prims.repair.meeting import open_meeting
 from dist_prims.torch_compat import count_groups_from
 from tests.repair.test_shrink import LIMIT, all_reduce_until_failure, die, lose, total, wait_until
 
@@ -152,7 +153,7 @@ def test_a_new_rank_of_another_version_is_refused_at_once(
     A rank of an earlier version announces no version.
     """
     place = f"file://{tmp_path}/place"
-    module: Any = sys.modules["dist_prims.repair.grow"]
+    module: Any = sys.modules["dist_prims.repair.meeting"]
 
     def announcement_of_earlier(secret: Secret | None, context: tuple[str, ...], *texts: str) -> str:
         return signed(secret, context, *(texts[:3] if context == ("waiting",) else texts))
@@ -169,7 +170,7 @@ def test_a_new_rank_of_another_version_is_refused_at_once(
         join_at_rank_0(rank, 2, tmp_path)
         group = dist.group.WORLD
         assert group
-        meeting = _open_meeting(place, time.monotonic() + LIMIT)
+        meeting = open_meeting(place, time.monotonic() + LIMIT)
         wait_until(lambda: meeting.add("waiting", 0) == 1)
         dist.barrier()
         assert [dist_prims.grow(place) is group for _ in range(2)] == [True, True]
@@ -216,7 +217,7 @@ def test_a_process_without_the_secret_is_not_admitted(
             dist_prims.join(place, timeout=LIMIT)
         else:
             join_at_rank_0(rank, 2, tmp_path)
-            meeting = _open_meeting(place, time.monotonic() + LIMIT)
+            meeting = open_meeting(place, time.monotonic() + LIMIT)
             wait_until(lambda: meeting.add("waiting", 0) == 2)
             grow_to(3, place)
         return total()
@@ -278,7 +279,7 @@ def test_groups_of_a_job_of_spawn_with_a_new_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["nowhere", "tcp://127.0.0.1:1"])
 def test_a_place_that_cannot_be_used(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 alone uses it. All ranks raise, and keep their group."""
-    monkeypatch.setattr(sys.modules["dist_prims.repair.grow"], "_TIME_FOR_MEETING", 0.5)
+    monkeypatch.setattr(sys.modules["dist_prims.repair.grow"], "TIME_FOR_MEETING", 0.5)
 
     def body(rank: int) -> Any:
         expected: type[Exception] = dist_prims.MismatchError
