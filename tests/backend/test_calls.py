@@ -288,13 +288,15 @@ def test_the_fake_backend() -> None:
 
 
 def test_a_dtensor_is_refused() -> None:
-    """The short path of all_reduce bypasses the dispatcher, and read memory that a DTensor does not have: SIGSEGV."""
+    """all_reduce and all_to_all bypass the dispatcher, and read memory that a DTensor does not have: SIGSEGV."""
 
     def body() -> None:
         mesh = init_device_mesh("cpu", (2,))
         sharded = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
         with pytest.raises(ValueError, match=rf"rank {dist.get_rank()}: the tensor has no memory.*\.to_local\(\)"):
             dist_prims.all_reduce(sharded)
+        with pytest.raises(ValueError, match=r"all_to_all: the tensor has no memory.*\.to_local\(\)"):
+            dist_prims.all_to_all(sharded, sharded)
         own = sharded.to_local()
         dist_prims.all_reduce(own)
         assert own.tolist() == [2.0, 2.0]

@@ -307,11 +307,7 @@ void PrimsBackend::run_abort_hooks() const {
 void PrimsBackend::all_reduce_now(const at::Tensor& tensor, const c10d::ReduceOp& op) {
     // 1. Is this a plain tensor, on the short path of one host?
     check_owner();
-    // The dispatcher of torch, which this path bypasses, refuses a DTensor or a FakeTensor; neither has memory.
-    TORCH_CHECK_VALUE(
-        !tensor.is_cpu() || tensor.layout() != at::kStrided || tensor.numel() == 0 || tensor.storage().data(),
-        "all_reduce on rank ", rank_,
-        ": the tensor has no memory of its own, as a DTensor; give a plain tensor, such as .to_local()");
+    TORCH_CHECK_VALUE(has_memory(tensor), "all_reduce on rank ", rank_, kNoMemory);
     const bool is_plain = tensor.is_cpu() && tensor.layout() == at::kStrided && !tensor.is_conj() && !tensor.is_neg() &&
                           tensor.is_contiguous() && op.op_ != c10d::ReduceOp::PREMUL_SUM &&
                           !execution_->spans_hosts() && !execution_->has_pins(Collective::kAllReduce);

@@ -43,6 +43,10 @@ std::size_t CollectiveCall::bytes() const {
 CollectiveCall call_of_blocks(Collective collective, const at::Tensor& like, Tensors inputs, Tensors outputs,
                               Counts counts, Op op, int root) {
     CollectiveCall call{announced_call(collective, like, 0), std::move(inputs), std::move(outputs), std::move(counts)};
+    for (const Tensors* const tensors : {&call.inputs, &call.outputs}) {
+        for (const at::Tensor& tensor : *tensors)
+            TORCH_CHECK_VALUE(!tensor.defined() || has_memory(tensor), name_of(collective), kNoMemory);
+    }
     call.is_variable_length = collective == Collective::kGather || collective == Collective::kAllToAll;
     call.announced.op = op;
     call.announced.root = root;

@@ -28,6 +28,14 @@ at::Tensor packed(const at::Tensor& tensor);
 // Returns packed memory for the values of a tensor, without the values.
 at::Tensor packed_buffer(const at::Tensor& tensor);
 
+// Whether a CPU tensor has memory of its own. A DTensor and a FakeTensor have none; the dispatcher of torch refuses
+// them, but not every call comes through it. Returns true for other devices.
+inline bool has_memory(const at::Tensor& tensor) {
+    return !tensor.is_cpu() || tensor.layout() != at::kStrided || tensor.numel() == 0 || tensor.storage().data();
+}
+constexpr const char* kNoMemory =
+    ": the tensor has no memory of its own, as a DTensor; give a plain tensor, such as .to_local()";
+
 inline std::byte* bytes_of(const at::Tensor& tensor) {
     return static_cast<std::byte*>(tensor.data_ptr());
 }
