@@ -4,6 +4,7 @@
 #include "backend/bindings.cpp"
 #include "backend/collective_call.cpp"
 #include "backend/creation_failure.cpp"
+#include "backend/direct_calls.cpp"
 #include "backend/entry_points.cpp"
 #include "backend/execution.cpp"
 #include "backend/group_setup.cpp"

@@ -5,20 +5,18 @@ The arguments ``group``, ``async_op``, ``algorithm`` and ``segment_bytes`` of al
 examples run in a group of one rank and show the form of a call.
 
 A synchronous call without an algorithm, on contiguous CPU tensors in a group of the backend dist_prims, takes a shorter
-path: the functions pass it to the backend or to ``torch.distributed`` without a Call, which would cost a few µs.
+path: most functions pass it to the backend without a Call, which takes 16 µs of a barrier (``direct_calls.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from ..torch_compat import all_gather_single, message_device, reduce_scatter_single, world
-from . import backend_calls
-from .backend_calls import direct_group
+from ..torch_compat import message_device, world
+from . import direct_calls
 from .call import Call, CallOptions, OpArgument, Tensors, group_of
 from .perform_call import perform
 
@@ -47,7 +45,7 @@ def all_reduce(
     tensor([1, 2])
     """
     is_plain = output is None and not (async_op or algorithm or segment_bytes)
-    if is_plain and backend_calls.direct_all_reduce(tensor, op, group or world["_default_pg"]):
+    if is_plain and direct_calls.all_reduce(tensor, op, group or world["_default_pg"]):
         return None
     call = Call("all_reduce", group, tensor, CallOptions(algorithm, async_op, segment_bytes), op)
     source = call.read(tensor)
@@ -77,9 +75,8 @@ def reduce_scatter(
     >>> output
     tensor([3., 4.])
     """
-    is_direct = not (async_op or algorithm or segment_bytes) and isinstance(op, dist.ReduceOp.RedOpType)
-    if is_direct and (members := direct_group(group, input, output)):
-        reduce_scatter_single(output.view(-1), cast(torch.Tensor, input).view(-1), op=op, group=members)
+    is_plain = not (async_op or algorithm or segment_bytes)
+    if is_plain and direct_calls.reduce_scatter(output, input, op, group or world["_default_pg"]):
         return None
     call = Call("reduce_scatter", group, output, CallOptions(algorithm, async_op, segment_bytes), op)
     blocks = call.split(input, "input", call.read)
@@ -107,9 +104,8 @@ def all_gather(
     >>> output
     tensor([3., 4.])
     """
-    is_direct = not (async_op or algorithm or segment_bytes)
-    if is_direct and (members := direct_group(group, output, input)):
-        all_gather_single(cast(torch.Tensor, output).view(-1), input.view(-1), group=members)
+    is_plain = not (async_op or algorithm or segment_bytes)
+    if is_plain and direct_calls.all_gather(output, input, group or world["_default_pg"]):
         return None
     call = Call("all_gather", group, input, CallOptions(algorithm, async_op, segment_bytes))
     blocks = call.split(output, "output", call.write)
@@ -140,6 +136,9 @@ def all_to_all(
     >>> output
     tensor([3., 4.])
     """
+    is_plain = output_splits is input_splits is None and not (async_op or algorithm or segment_bytes)
+    if is_plain and direct_calls.all_to_all(output, input, group or world["_default_pg"]):
+        return None
     like = input if isinstance(input, torch.Tensor) else input[0]
     call = Call("all_to_all", group, like, CallOptions(algorithm, async_op, segment_bytes))
     sent = call.split(input, "input", call.read, input_splits)
@@ -193,6 +192,8 @@ def barrier(
 
     >>> barrier()
     """
+    if not (async_op or algorithm or segment_bytes) and direct_calls.barrier(group or world["_default_pg"]):
+        return None
     token = torch.ones(1, dtype=torch.uint8, device=message_device(group_of(group, "barrier")))
     call = Call("barrier", group, token, CallOptions(algorithm, async_op, segment_bytes), dist.ReduceOp.MAX)
     return perform(call.with_data([1], [token], [token], common=[1]))
@@ -212,9 +213,8 @@ def broadcast(
     >>> broadcast(torch.ones(3), src=0)
     """
     # In the default group only: there src is the rank in the group.
-    is_direct = group is None and not (async_op or algorithm or segment_bytes)
-    if is_direct and (members := direct_group(None, tensor)) and 0 <= src < members.size():
-        dist.broadcast(tensor, src, members)
+    is_plain = group is None and not (async_op or algorithm or segment_bytes)
+    if is_plain and direct_calls.broadcast(tensor, src, world["_default_pg"]):
         return None
     call = Call("broadcast", group, tensor, CallOptions(algorithm, async_op, segment_bytes), root=src)
     target = call.read(tensor) if call.is_root and call.is_flat(tensor) else call.write(tensor, keep=call.is_root)

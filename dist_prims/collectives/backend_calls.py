@@ -58,42 +58,8 @@ def is_on_dist_prims(call: Call) -> bool:
     return call.like.device.type != "cuda" and _is_dist_prims(_backend_for(call.group, call.like.device))
 
 
-def _first_direct_all_reduce(tensor: Any, op: Any, group: Any) -> bool:
-    """Call the adapter's function, which replaces this one; the first group of dist_prims has loaded the adapter."""
-    global direct_all_reduce
-    if not (isinstance(group, dist.ProcessGroup) and _is_dist_prims(_backend_for(group, _CPU))):
-        return False
-    direct_all_reduce = import_module("dist_prims._backend").all_reduce
-    return direct_all_reduce(tensor, op, group)
-
-
-# Makes a synchronous all_reduce in place. Returns False, without a call, unless the arguments are a CPU tensor, a
-# ``ReduceOp`` that is complete (neither the name of a reduction nor a PREMUL_SUM without its factor), and a group whose
-# backend for CPU tensors is dist_prims.
-direct_all_reduce: Callable[[Any, Any, Any], bool] = _first_direct_all_reduce
-
-
-def direct_group(group: dist.ProcessGroup | None, data: Any, *block: Any) -> dist.ProcessGroup | None:
-    """Return the group if it is one of dist_prims, and the tensors can be passed to torch.distributed unchanged.
-
-    Otherwise return None. A rank may use this shortcut where another rank does not: both paths make the same call of
-    the backend.
-
-    Args:
-        group: the group, or None for the default group.
-        data: the tensor with the whole data, as the user has passed it.
-        block: the tensor of one rank, if ``data`` has a block for each rank.
-    """
-    members = dist.group.WORLD if group is None else group
-    if not (isinstance(members, dist.ProcessGroup) and _is_dist_prims(_backend_for(members, _CPU))):
-        return None
-    for tensor in (data, *block):
-        is_plain = isinstance(tensor, torch.Tensor) and tensor.is_cpu and tensor.layout == torch.strided
-        if not is_plain or tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
-            return None
-        if tensor is not data and (tensor.dtype, tensor.numel() * members.size()) != (data.dtype, data.numel()):
-            return None
-    return members
+def has_dist_prims_for_cpu(group: dist.ProcessGroup) -> bool:
+    return _is_dist_prims(_backend_for(group, _CPU))
 
 
 def is_for_gloo(call: Call) -> bool:

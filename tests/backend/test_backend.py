@@ -297,27 +297,79 @@ def test_nothing_stays_behind() -> None:
     assert (children(), len(os.listdir("/proc/self/fd"))) == before
 
 
-def test_the_direct_all_reduce_takes_groups_of_this_backend_only() -> None:
-    """It reads the object of Python without the checks of pybind11."""
+def test_direct_calls_take_groups_of_this_backend_and_plain_tensors_only() -> None:
+    """They read the objects of Python without the checks of pybind11."""
 
     class Members(dist.ProcessGroup):
         pass
 
+    class Tensor(torch.Tensor):
+        pass
+
     def body() -> None:
-        from dist_prims._backend import all_reduce
+        from dist_prims import _backend
 
         tensor, world = torch.ones(2), dist.group.WORLD
         no_groups = (None, 3, dist.GroupMember.NON_GROUP_MEMBER, backend_of())
         in_python: Any = Members
         without_a_backend = (in_python(0, 1), in_python.__new__(in_python))  # the second is not initialised
         of_gloo = [dist.new_group(backend=name) for name in ("gloo", "cuda:gloo")]  # the second has none for the CPU
-        for group in (*no_groups, *without_a_backend, *of_gloo):
-            assert not all_reduce(tensor, Op.SUM, group), group
-        for arguments in ((), (tensor, Op.SUM), (3, Op.SUM, world), (tensor, "mean", world)):
-            assert not all_reduce(*arguments), arguments
-        assert all_reduce(tensor, Op.SUM, world)
-        assert all_reduce(tensor, dist.ReduceOp(Op.MAX), world)
-        with pytest.raises(TypeError, match="op is a ReduceOp or its name, not int"):
-            all_reduce(tensor, 3, world)
+        others = (*no_groups, *without_a_backend, *of_gloo)
+        # By the name of the function: its arguments before the group. Each tensor is replaced by each of `unsuitable`.
+        calls: dict[str, tuple[Any, ...]] = {
+            "all_reduce": (tensor, Op.SUM),
+            "reduce_scatter": (tensor, tensor.clone(), Op.SUM),
+            "all_gather": (tensor, tensor.clone()),
+            "all_to_all": (tensor, tensor.clone()),
+            "broadcast": (tensor, 0),
+            "barrier": (),
+        }
+        gaps, graded, double = torch.ones(4)[::2], torch.ones(2, requires_grad=True), torch.ones(2, dtype=torch.double)
+        unsuitable = (3, [tensor], gaps, graded, tensor.as_subclass(Tensor), torch.ones(2, device="meta"))
+        for name, arguments in calls.items():
+            call = getattr(_backend, name)
+            for group in others:
+                assert not call(*arguments, group), (name, group)
+            assert call(*arguments, world)
+            for wrong_number in ((), arguments, (*arguments, world, world)):
+                assert not call(*wrong_number), (name, wrong_number)
+            if name == "all_reduce":
+                continue
+            for place in (place for place, each in enumerate(arguments) if isinstance(each, torch.Tensor)):
+                pair = () if name == "broadcast" else (double, torch.ones(3))  # another type, another length
+                for each in (*unsuitable, *pair):
+                    assert not call(*arguments[:place], each, *arguments[place + 1 :], world), (name, place, each)
+        for root in (1, -1, 1 << 80, True, "0"):
+            assert not _backend.broadcast(tensor, root, world), root
+        assert not _backend.all_reduce(3, Op.SUM, world)
+        assert _backend.all_reduce(tensor, dist.ReduceOp(Op.MAX), world)
+        for call in (_backend.all_reduce, lambda *end: _backend.reduce_scatter(tensor.clone(), *end)):
+            assert not call(tensor, "mean", world)
+            with pytest.raises(TypeError, match="op is a ReduceOp or its name, not int"):
+                call(tensor, 3, world)
 
     spawn(body, 1)
+
+
+def test_ranks_may_differ_in_how_they_reach_the_backend() -> None:
+    """A rank whose tensors have gaps makes a Call in Python; the others call the backend directly."""
+
+    def body() -> None:
+        rank = dist.get_rank()
+
+        def tensor(*values: int) -> torch.Tensor:
+            return torch.tensor([[value, -1] for value in values])[:, 0] if rank else torch.tensor(values)
+
+        output, both = tensor(0), tensor(0, 0)
+        dist_prims.all_gather(both, tensor(rank + 1))
+        assert both.tolist() == [1, 2]
+        dist_prims.all_to_all(both, tensor(10 * rank, 10 * rank + 1))
+        assert both.tolist() == [rank, 10 + rank]
+        dist_prims.reduce_scatter(output, tensor(rank, rank + 1))
+        assert output.tolist() == [2 * rank + 1]
+        dist_prims.broadcast(output)
+        assert output.tolist() == [1]
+        with pytest.raises(MismatchError, match="barrier"):
+            dist_prims.barrier() if rank else dist_prims.all_to_all(both, tensor(1, 2))
+
+    spawn(body, 2)

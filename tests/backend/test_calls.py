@@ -297,6 +297,8 @@ def test_a_dtensor_is_refused() -> None:
             dist_prims.all_reduce(sharded)
         with pytest.raises(ValueError, match=r"all_to_all: the tensor has no memory.*\.to_local\(\)"):
             dist_prims.all_to_all(sharded, sharded)
+        with pytest.raises(ValueError, match="broadcast: the tensor has no memory"):
+            dist_prims.broadcast(sharded)
         own = sharded.to_local()
         dist_prims.all_reduce(own)
         assert own.tolist() == [2.0, 2.0]

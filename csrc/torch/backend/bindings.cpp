@@ -5,14 +5,13 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "../../common/core_share.h"
 #include "backend.h"
+#include "direct_calls.h"
 #include "incremental_tensor.h"
 #include "signed_store.h"
 #include "transport_libraries.h"
@@ -241,68 +240,6 @@ void set_python_exception(std::exception_ptr error) {
     }
 }
 
-// The reduction of a Python object; nullopt for a name, and for a PREMUL_SUM without its factor. Throws TypeError for
-// another object.
-std::optional<c10d::ReduceOp> reduction_of(py::handle object) {
-    using Kind = c10d::ReduceOp::RedOpType;
-    static const py::handle kind_class = py::type::of(py::cast(Kind::SUM)).release();
-    static const py::handle sum = py::object(kind_class.attr("SUM")).release();
-    if (object.is(sum)) return c10d::ReduceOp(Kind::SUM);  // without a cast, for the shortest calls
-    if (py::type::handle_of(object).is(kind_class)) {
-        const auto kind = py::cast<Kind>(object);
-        return kind == Kind::PREMUL_SUM ? std::nullopt : std::optional(c10d::ReduceOp(kind));
-    }
-    if (py::isinstance<py::str>(object)) return std::nullopt;
-    if (py::isinstance<c10d::ReduceOp>(object)) return py::cast<c10d::ReduceOp>(object);
-    throw py::type_error(std::string("all_reduce: op is a ReduceOp or its name, not ") +
-                         Py_TYPE(object.ptr())->tp_name);
-}
-
-// The backend of a group for CPU tensors; null if it is of another class, or if `group` is not a group. Reads the
-// object directly: py::cast would look its class up.
-c10::intrusive_ptr<PrimsBackend> cpu_backend_of(PyObject* group) {
-    static auto* const group_class =
-        reinterpret_cast<PyTypeObject*>(py::type::of<c10d::ProcessGroup>().release().ptr());
-    if (!PyObject_TypeCheck(group, group_class)) return {};
-    auto* const members = static_cast<c10d::ProcessGroup*>(
-        reinterpret_cast<py::detail::instance*>(group)->get_value_and_holder().value_ptr());
-    if (!members || !members->hasBackends()) return {};
-    try {
-        const auto backend = members->getBackend(c10::kCPU);
-        const c10d::Backend& object = *backend;
-        if (typeid(object) != typeid(PrimsBackend)) return {};
-        return c10::static_intrusive_pointer_cast<PrimsBackend>(backend);
-    } catch (const c10::Error&) {  // no backend for CPU tensors
-        return {};
-    }
-}
-
-// all_reduce(tensor, op, group): a synchronous all_reduce in place. Returns False, and makes no call, unless the
-// arguments are a CPU tensor, a reduction, and a group whose backend for CPU tensors is PrimsBackend. A plain function
-// of Python's C interface: pybind11 packs the arguments into a tuple and looks up the class of each, which takes longer
-// than the exchange between two ranks.
-PyObject* all_reduce_directly(PyObject* /*module*/, PyObject* const* arguments, Py_ssize_t count) {
-    try {
-        if (count != 3 || !THPVariable_Check(arguments[0])) Py_RETURN_FALSE;
-        const at::Tensor& tensor = THPVariable_Unpack(arguments[0]);  // of an object that the caller keeps
-        const auto backend = tensor.is_cpu() ? cpu_backend_of(arguments[2]) : nullptr;
-        if (!backend) Py_RETURN_FALSE;
-        const auto op = reduction_of(arguments[1]);
-        if (!op) Py_RETURN_FALSE;
-        const py::gil_scoped_release released;
-        backend->all_reduce_now(tensor, *op);
-    } catch (py::error_already_set& error) {
-        error.restore();
-        return nullptr;
-    } catch (const abi::__forced_unwind&) {  // Python ends this thread
-        throw;
-    } catch (...) {
-        py::detail::try_translate_exceptions();
-        return nullptr;
-    }
-    Py_RETURN_TRUE;
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_backend, module) {
@@ -345,10 +282,7 @@ PYBIND11_MODULE(_backend, module) {
              py::arg("check"), py::arg("async_op"), Free())
         .def("incremental_reduce", &IncrementalTensor::make, Free())
         .def("record", &PrimsBackend::record, Free());
-    static PyMethodDef all_reduce_function{
-        "all_reduce", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&all_reduce_directly)), METH_FASTCALL,
-        nullptr};
-    module.attr("all_reduce") = py::reinterpret_steal<py::object>(PyCFunction_New(&all_reduce_function, nullptr));
+    bind_direct_calls(module);
     py::class_<TcpEndpoint, std::shared_ptr<TcpEndpoint>>(module, "TcpEndpoint")
         .def(py::init([](int listening) { return std::make_shared<TcpEndpoint>(TcpEndpoint{Socket(listening)}); }))
         .def_readwrite("addresses", &TcpEndpoint::addresses)
