@@ -322,7 +322,8 @@ std::string Membership::error_text(const Notice& notice, const std::string& what
                        "; see the last output of both, and create the group again";
             return ranks + " has left the group in " + what + "; every rank must make the same calls before it leaves";
         case CommError::Kind::kInterrupted:
-            return ranks + " was interrupted in " + what + "; the group has ended, create it again";
+            return ranks + " was interrupted and has ended the group, while this rank was in " + what +
+                   "; create the group again";
         case CommError::Kind::kLost:
             if (other >= 0)
                 return own_name() + ": no rank is late, but the ranks wait for each other in a circle, " +

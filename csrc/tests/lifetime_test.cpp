@@ -326,7 +326,8 @@ void no_memory_to_put_aside(bool carried) {
         CHECK(request->error);
     }
     CHECK(other.p2p.wait(sent, 60s));
-    CHECK(has(text_of(sent->error), "rank 0 was interrupted"));
+    // The error named the call of rank 1 as the call in which rank 0 was interrupted.
+    CHECK(has(text_of(sent->error), "rank 1: rank 0 was interrupted and has ended the group, while this rank was in "));
 }
 
 // Each thread that waits looks for interrupts, however much others of its rank do.
