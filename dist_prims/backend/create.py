@@ -276,6 +276,10 @@ class _TemporaryKeys:
         self._monitor.wait_for_keys(self._store, keys)
         return self._store.multi_get(keys)
 
+    def ended(self) -> list[int]:
+        """Return the ranks of the group whose processes have ended."""
+        return self._monitor.ended()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 

@@ -37,14 +37,14 @@ class DeathMonitor:
     """
 
     def __init__(self, rank: int, ended: Callable[[], list[int]]) -> None:
-        self._rank, self._ended = rank, ended
+        self._rank, self.ended = rank, ended
 
     def first_dead(self) -> int:
         """Return a rank of the new group whose process has ended; -1 if there is none.
 
         C++ calls it too, and ignores a rank of another host.
         """
-        return next(iter(self._ended()), -1)
+        return next(iter(self.ended()), -1)
 
     def check(self) -> None:
         """Raise PeerDiedError if a process has ended."""
@@ -61,7 +61,7 @@ class DeathMonitor:
         by a short timeout prints two warnings. Where no death can be found the call returns at once: the next request
         to the store waits.
         """
-        if self._ended is list:
+        if self.ended is list:
             return
 
         def have_come() -> Any:

@@ -8,7 +8,7 @@ import json
 import re
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -38,8 +38,8 @@ def values_of_ranks(store: Any, rank: int, name: str, size: int) -> list[str]:
         except RuntimeError as error:
             with contextlib.suppress(RuntimeError):  # the store itself may be the cause
                 store.set(name, f"{_FAILED}{error}")
-                late_ranks = len(missing_keys(store, [*keys.values()], most=size))
-                wait_for_readers(store, rank, name, size - late_ranks)
+                late = missing_keys(store, [*keys.values()], most=size)
+                wait_for_readers(store, rank, name, size, {other for other, key in keys.items() if key in late})
             raise
         store.set(name, f"={packed(values)}")
         return values
@@ -172,14 +172,21 @@ def from_rank_0(store: Any, rank: int, size: int, key: str, make: Callable[[], s
     return answer[1:]
 
 
-def wait_for_readers(store: Any, rank: int, key: str, size: int) -> None:
-    """Count this rank as a reader of the error under ``key``, for SECONDS_FOR_READERS at most.
+def wait_for_readers(store: Any, rank: int, key: str, size: int, absent: Collection[int] = ()) -> None:
+    """Note that this rank has read the error under ``key``. Every rank calls this before it raises the error.
 
-    Every rank calls this before it raises the error. Rank 0 waits until all others have: the store may end with it.
+    Rank 0 waits for the notes of the other ranks, for SECONDS_FOR_READERS at most: the store may end with it. It waits
+    neither for the ``absent`` ranks nor for ranks that have died, if the store of the group detects deaths.
     """
+    ended = getattr(store, "ended", list)
+
+    def have_read() -> bool:
+        gone = {*absent, *ended()}
+        notes = [f"{key}/read/{reader}" for reader in range(1, size) if reader not in gone]
+        return not notes or store.check(notes)
+
     with contextlib.suppress(TimeoutError, dist.DistError):  # the caller raises the error that was read
         if rank:
-            store.add(f"{key}/read", 1)
+            store.set(f"{key}/read/{rank}", "")
         else:
-            deadline = time.monotonic() + SECONDS_FOR_READERS
-            until(lambda: store.add(f"{key}/read", 0) == size - 1, deadline, "the readers")
+            until(have_read, time.monotonic() + SECONDS_FOR_READERS, "the readers")

@@ -167,4 +167,4 @@ def test_the_store_shows_no_key() -> None:
     assert not [key for key, value in values.items() if first.encode() in value or bytes.fromhex(first) in value]
     own = [key for key in values if re.search(r"dist_prims/[0-9a-f]{16}/(?!acknowledged|hosts)", key)]
     assert [key for key in own if key.endswith("/tcp/0")]
-    assert not [key for key in own if len(values[key]) < 32 and not key.endswith("/read")]
+    assert not [key for key in own if len(values[key]) < 32]

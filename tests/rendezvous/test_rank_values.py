@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from dist_prims.backend import create, tcp_endpoint
+from dist_prims.backend import create, death_monitor, tcp_endpoint
 from dist_prims.launch import join
 from dist_prims.rendezvous import handshake, rank_values
 from dist_prims.rendezvous.rank_values import packed, unpacked
@@ -131,8 +131,22 @@ def test_rank_0_waits_until_all_have_read_that_backends_differ() -> None:
         store.wait(["backend"])
         time.sleep(0.2)
         assert not rank_0.done()
-        store.add("backend/read", 1)
+        store.set("backend/read/1", "")
         assert "rank 0 has the backend 'gloo', and rank 1 has 'dist_prims'" in rank_0.result()
+
+
+def test_rank_0_does_not_wait_for_a_reader_that_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 publishes its value and dies, rank 3 dies without one. Rank 0 waited for 10 s for rank 2 to read."""
+    monkeypatch.setattr(rank_values, "SECONDS_FOR_READERS", 200)
+    monitor = death_monitor.DeathMonitor(0, lambda: [2, 3])
+    store = dist.HashStore()
+    for published in range(3):
+        store.set(f"name/{published}", "text")
+    keys = create._TemporaryKeys(store, [], monitor)
+    with ThreadPoolExecutor(1) as threads:
+        rank_0 = threads.submit(outcome, rank_values.values_of_ranks, keys, 0, "name", 4)
+        assert "no sign of rank 3" in outcome(rank_values.values_of_ranks, store, 1, "name", 4)
+        assert "no sign of rank 3" in rank_0.result(60)
 
 
 def test_hosts_whose_text_is_too_long_end_the_handshake_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
