@@ -138,6 +138,8 @@ def unregister(name: str) -> None:
 def _load() -> None:
     for module in pkgutil.iter_modules(importlib.import_module(__package__).__path__):
         importlib.import_module(f"{__package__}.{module.name}")
+    for name in sorted(_registry, key=lambda name: _registry[name].order.__module__):  # not by what was imported first
+        _registry[name] = _registry.pop(name)
 
 
 def pipeline_plans() -> list[str]:
