@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         args = _parse(arguments)
         status = int(args.run(args))
-        sys.stdout.flush()  # here, where a closed pipe is an error that can be caught
+        print(end="", flush=True)  # here, where a closed pipe is an error that can be caught; stdout may be None
         return status
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more at its exit

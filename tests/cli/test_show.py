@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -157,3 +158,10 @@ def test_a_reader_that_closes_its_end_ends_the_command_without_a_word() -> None:
     with os.fdopen(write, "wb") as pipe:
         done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, timeout=100, check=False)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_closed_stdout_is_no_error() -> None:
+    """The command ended by an AttributeError, because Python has no ``sys.stdout`` then."""
+    command = f"exec {shlex.quote(sys.executable)} -m dist_prims algorithms barrier >&-"
+    done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
