@@ -170,8 +170,6 @@ class _Traffic(NamedTuple):
     stay: Ints  # messages whose sender and receiver are on the host
     leave: Ints  # messages from the host to others
     arrive: Ints  # messages from others to the host
-    lowest: Ints  # the lowest host that sends to the host; the number of hosts if none does
-    highest: Ints  # the highest host that sends to the host; -1 if none does
     stays: bool  # whether any message stays
     leaves: bool  # whether any message leaves
 
@@ -182,22 +180,28 @@ def _traffic(ranks: tuple[int, int, int, int, int], hosts: Hosts) -> _Traffic:
     begin, end, shift = hosts.begins, hosts.ends, move.shift
     if len(end) == 1:  # every message stays on the host
         stay, nothing = move.senders_below(end), np.zeros_like(end)
-        return _Traffic(stay, nothing, nothing, nothing + 1, nothing - 1, bool(stay[0]), leaves=False)
+        return _Traffic(stay, nothing, nothing, bool(stay[0]), leaves=False)
     first, last = begin - shift, end - shift
-    # 1. The receivers on a host are begin..end-1, so their senders are first..last-1.
+    # The receivers on a host are begin..end-1, so their senders are first..last-1.
     low, high = np.maximum(begin, first), np.minimum(end, last)  # senders here, with receivers here
     to_low, to_high, to_begin, to_end, to_first, to_last = move.senders_below(
         np.array([low, high, begin, end, first, last])  # at once, because each operation on a small array costs as much
     )
     stay = np.where(high > low, to_high - to_low, 0)
-    leave = to_end - to_begin - stay
-    arrive = to_last - to_first - stay
-    # 2. The senders of what arrives have consecutive places, all below the host (shift > 0) or all above it.
-    low = first if shift > 0 else np.maximum(first, end)
-    high = np.minimum(last, begin) if shift > 0 else last
+    leave, arrive = to_end - to_begin - stay, to_last - to_first - stay
+    return _Traffic(stay, leave, arrive, bool(stay.any()), bool(leave.any()))
+
+
+@lru_cache(maxsize=1024)
+def _sending_hosts(ranks: tuple[int, int, int, int, int], hosts: Hosts) -> tuple[Ints, Ints]:
+    """The lowest and the highest host that sends to each host; the number of hosts and -1 if none does."""
+    move, end = MessageSet(*ranks), hosts.ends
+    low, high = hosts.begins - move.shift, end - move.shift
+    # The senders of what arrives have consecutive places, all below the host or all above it.
+    low, high = (low, np.minimum(high, hosts.begins)) if move.shift > 0 else (np.maximum(low, end), high)
     lowest, highest = np.searchsorted(end, np.array([move.sender_from(low), move.sender_before(high)]), "right")
-    lowest, highest = np.where(arrive == 0, len(end), lowest), np.where(arrive == 0, -1, highest)
-    return _Traffic(stay, leave, arrive, lowest, highest, bool(stay.any()), bool(leave.any()))
+    nothing = _traffic(ranks, hosts).arrive == 0
+    return np.where(nothing, len(end), lowest), np.where(nothing, -1, highest)
 
 
 # The sums of a host in one step: chunks out, chunks in, chunks in if several hosts send them; messages within the host,
@@ -243,8 +247,9 @@ def _load_of_sets(groups: Sequence[Sequence[MessageSet]], hosts: Hosts) -> _Step
             if traffic.leaves:
                 sums[_CHUNKS_OUT] += chunks * traffic.leave
                 sums[_CHUNKS_IN] += chunks * traffic.arrive
-                np.minimum(lowest, traffic.lowest, out=lowest)
-                np.maximum(highest, traffic.highest, out=highest)
+                if hosts.has_congestion:
+                    of_set = _sending_hosts(move.ranks, hosts)
+                    lowest, highest = np.minimum(lowest, of_set[0]), np.maximum(highest, of_set[1])
             copied = max(copied, chunks, 1) if traffic.stays else copied
             reduced = max(reduced, chunks, 1) if move.reduce else reduced
             if hosts.has_cores:
@@ -264,10 +269,8 @@ def _load_of_all_pairs(step: AllPairs, hosts: Hosts) -> _StepLoad:
     stay, leave, reduced = ranks * (ranks - 1), ranks * (size - ranks), (size - 1) * step.reduce
     outer = size - ranks.min() if number > 1 else 0
     links = [leave, leave, leave * (number > 2)]
-    return _StepLoad(
-        np.array([size - 1, outer, ranks.max() - 1, reduced]),
-        np.stack([*links, stay, leave, leave, stay, reduced * ranks]),
-    )
+    of_rank = np.array([size - 1, outer, ranks.max() - 1, reduced])
+    return _StepLoad(of_rank, np.array([*links, stay, leave, leave, stay, reduced * ranks]))
 
 
 def _load_of_star(step: Star, hosts: Hosts) -> _StepLoad:

@@ -63,17 +63,8 @@ class Card:
 
     def evaluate(self, formula: str, size: int) -> Fraction:
         """The exact value of ``formula``, "steps" or "sent", for a size."""
-        names = {name: Fraction(value) for name, value in self._names(size).items()}
-        return Fraction(self._evaluate(formula, names))
-
-    def number_of_steps(self, size: int) -> int:
-        """The value of ``steps``, in half of the time of :meth:`evaluate`."""
-        return int(self._evaluate("steps", self._names(size)))
-
-    def _names(self, size: int) -> dict[str, int]:
         p = floor_pow2(size)
         names = {"n": size, "L": ceil_log2(size), "p": p, "l": ceil_log2(p)}
-        return names | {name: function(size) for name, function in self.where.items()}
-
-    def _evaluate(self, formula: str, names: Mapping[str, Any]) -> Any:
-        return eval(getattr(self, formula), {"__builtins__": {}, "min": min, "max": max}, names)
+        names |= {name: function(size) for name, function in self.where.items()}
+        values = {name: Fraction(value) for name, value in names.items()}
+        return Fraction(eval(getattr(self, formula), {"__builtins__": {}, "min": min, "max": max}, values))

@@ -123,16 +123,18 @@ class Hosts:
     """The number of ranks of each host, and whether the hosts share one machine. Ranks are numbered host by host.
 
     ``has_cores``: whether the number of cores is known, so that the load of machines matters; cards leave the columns
-    of machines 0 otherwise. ``begins`` and ``ends``: the first rank of each host, and the rank after its last one.
+    of machines 0 otherwise. ``has_congestion``: the same for crowded links and their column. ``begins`` and ``ends``:
+    the first rank of each host, and the rank after its last one.
     """
 
     ranks: tuple[int, ...]
     one_machine: bool = False
     has_cores: bool = True
+    has_congestion: bool = True
 
     @staticmethod
     def of(topology: Topology) -> Hosts:
-        return _hosts(topology.hosts, topology.one_machine, topology.cores is not None)
+        return _hosts(topology.hosts, topology.one_machine, topology.cores is not None, topology.congestion > 0)
 
     def __hash__(self) -> int:
         return self._hash
@@ -140,7 +142,7 @@ class Hosts:
     @functools.cached_property
     def _hash(self) -> int:
         # Hashing 12,500 hosts takes longer than a cached look-up by these hosts saves, so the hash is computed once.
-        return hash((self.ranks, self.one_machine, self.has_cores))
+        return hash((self.ranks, self.one_machine, self.has_cores, self.has_congestion))
 
     @functools.cached_property
     def size(self) -> int:
@@ -162,12 +164,10 @@ class Hosts:
 
     @property
     def one_rank_each(self) -> Hosts:
-        return _hosts((1,) * len(self.ranks), self.one_machine, self.has_cores)
+        return _hosts((1,) * len(self.ranks), self.one_machine, self.has_cores, self.has_congestion)
 
 
-@functools.lru_cache(maxsize=256)
-def _hosts(ranks: tuple[int, ...], one_machine: bool, has_cores: bool) -> Hosts:
-    return Hosts(ranks, one_machine, has_cores)  # one object for equal hosts, so that its properties are computed once
+_hosts = functools.lru_cache(maxsize=256)(Hosts)  # one object for equal hosts: its properties are computed once
 
 
 class StepCount:

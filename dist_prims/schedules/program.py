@@ -14,8 +14,8 @@ executor needs no search:
 The *terms* of an operand, the number of ranks whose data is added up in it, are computed in the same way. They scale a
 mean (``order.scales``).
 
-The dataclasses contain numbers, text and tuples of each other, so that ``dataclasses.asdict`` makes JSON of them. C++
-reads the same fields (``csrc/torch/backend/bindings.cpp``).
+The classes contain numbers, text and tuples of each other. C++ reads the same fields
+(``csrc/torch/backend/bindings.cpp``).
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ FOLLOWED = ("all_reduce", "all_gather", "broadcast", "reduce", "reduce_scatter",
 OWN = -1
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):  # a dataclass takes several times as long to make, and a program has hundreds
     """Chunks that travel together between this rank and a peer.
 
     ``pieces``: for the piece in each chunk, a chunk of this rank's own data that has the same length.
@@ -53,16 +52,14 @@ class Message:
     pieces: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """Where an operand is: number ``index`` in the message from ``peer``; if that is ``OWN``, the rank's own chunk."""
 
     peer: int
-    index: int
+    index: int  # type: ignore[assignment]
 
 
-@dataclass(frozen=True)
-class Write:
+class Write(NamedTuple):
     """The effect of a step on the chunk ``into``: the operands from ``sources`` are added to its content in order.
 
     ``copy``: the first operand replaces the content. ``terms``: of each operand; the first is the content unless
@@ -174,9 +171,13 @@ def _rows(schedule: ScheduleData, rank: int) -> Iterator[_RankRows]:
     held = np.full((schedule.size, schedule.contract.total), -1)  # held[rank, chunk]: a piece
     terms = np.zeros(held.shape, np.int32)
     same_start = schedule.contract.same_start
-    for each in range(1 if same_start else schedule.size):
-        start, ranks = schedule.contract.start(each), slice(None) if same_start else each
-        held[ranks, start.chunk], terms[ranks, start.chunk] = start.piece, 1
+    if schedule.collective == "all_to_all":  # as below, without a call for each rank
+        held[:, : schedule.chunks] = np.arange(schedule.size * schedule.chunks).reshape(schedule.size, -1)
+        terms[:, : schedule.chunks] = 1
+    else:
+        for each in range(1 if same_start else schedule.size):
+            start, ranks = schedule.contract.start(each), slice(None) if same_start else each
+            held[ranks, start.chunk], terms[ranks, start.chunk] = start.piece, 1
     for step, width in schedule.steps.with_width():
         wide_held, wide_terms = _blocks(held, width), _blocks(terms, width)
         pieces, counts = wide_held[step.src, step.chunk], wide_terms[step.src, step.chunk]
@@ -227,6 +228,9 @@ def _own_chunks(schedule: ScheduleData, rank: int) -> Callable[[Ints], Ints]:
 def _update_terms(terms: NDArray[np.int32], step: Step, counts: NDArray[np.int32]) -> None:
     """Update the terms after a step: a copy replaces the content of a chunk, and a reduction adds to it."""
     dst, into = step.dst, step.into
+    if not step.reduce.any():
+        terms[dst, into] = counts
+        return
     if not step.reduce.all():
         copies = ~step.reduce
         terms[dst[copies], into[copies]] = counts[copies]

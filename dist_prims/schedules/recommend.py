@@ -108,7 +108,8 @@ def recommend(
 ) -> Advice:
     """Price the candidates for a collective of ``nbytes`` on a topology.
 
-    ``only_best``: without candidates of which a lower bound shows that the backend would not choose them.
+    ``only_best``: without candidates of which a lower bound shows that the backend would not choose them, and with 0 as
+    the lower bound of the advice.
     ``only_built_in``: without algorithms of users.
 
     >>> from dist_prims.schedules.topology import Level
@@ -128,7 +129,7 @@ def recommend(
     if len(near) > 1 and topology.size <= _MOST_RANKS_FOR_TIES:
         near.sort(key=lambda each: _preference(each, topology))
     ranked[: len(near)] = near
-    return Advice(tuple(ranked), bound(collective, nbytes, topology))
+    return Advice(tuple(ranked), 0.0 if only_best else bound(collective, nbytes, topology))
 
 
 def _counts_of_steps(schedule: Schedule, topology: Topology) -> tuple[int, int, int]:
@@ -170,18 +171,6 @@ def _preference(candidate: Candidate, topology: Topology) -> tuple[Any, ...]:
     fan_in, reached, transfers = _counts_of_steps(candidate.schedule, topology)
     reduced = round(float(candidate.load.times @ candidate.load.rows[:, REDUCED]), 9)
     return fan_in, reached, is_flat, reduced, transfers * candidate.segments, candidate.load.steps
-
-
-@functools.lru_cache(maxsize=1024)
-def _least_messages(registered: Algorithm, size: int) -> float:
-    """A lower bound of the messages of a rank that needs data of all ranks, by the steps of the card.
-
-    With m messages in each of s steps it reaches (m + 1) ** s ranks.
-    """
-    if not registered.built_in or not registered.card:
-        return math.inf
-    steps = registered.card.number_of_steps(size)
-    return max(steps, steps * (size ** (1 / steps) - 1)) if steps else 0
 
 
 @dataclass
@@ -243,21 +232,25 @@ class _Search:
     def _priced(self, algorithms: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Candidate]:
         """The candidates of these algorithms and parameters, without those that are wrong.
 
-        Algorithms of few messages are priced first: for small data they are fast, and exclude the others soon.
+        Algorithms of few steps are priced first: for small data they are fast, and exclude the others soon.
         """
         found = {}
-        by_messages = sorted(enumerate(algorithms), key=lambda item: self._messages(*item[1]))
-        for place, (name, parameters) in by_messages:
+        for place, (name, parameters) in sorted(enumerate(algorithms), key=lambda item: self._growth(*item[1])):
             price = functools.partial(self._price, name, tuple(sorted(parameters.items())))
             if candidate := priced(price, self.collective, name, self.topology.size, **parameters):
                 found[place] = candidate
                 self.shortest = min(self.shortest, candidate.seconds)
         return [found[place] for place in sorted(found)]
 
-    def _messages(self, name: str, parameters: Mapping[str, Any]) -> float:
-        """The least messages of an algorithm, or of its phase between hosts."""
-        size = len(self.topology.hosts) if "outer" in parameters else self.topology.size
-        return _least_messages(lookup(self.collective, parameters.get("outer", name)), size)
+    def _growth(self, name: str, parameters: Mapping[str, Any]) -> int:
+        """Order algorithms by the formula of their steps, for a hierarchy of those between hosts.
+
+        0: the logarithm of the ranks, 1: twice as many, 2: more. To evaluate the formula would take longer.
+        """
+        registered = lookup(self.collective, parameters.get("outer", name))
+        steps = registered.card.steps if registered.built_in and registered.card else ""
+        is_logarithm = "L" in steps.upper() and "k" not in steps  # k: the chunks of a pipeline
+        return int(steps.startswith("2*")) if is_logarithm else 2
 
     def _price(
         self, name: str, parameters: tuple[tuple[str, Any], ...], build: Callable[[], Schedule]

@@ -14,7 +14,7 @@ from dist_prims.collectives.algorithm_choice import cheapest
 from dist_prims.schedules import COLLECTIVES, algorithms, build, closed_form_load, lookup
 from dist_prims.schedules.closed_form_load import EqualSteps, LoadItem, TooManyMessages, load_of, shifted
 from dist_prims.schedules.cost import best_segments, cost_of, load_seconds
-from dist_prims.schedules.load import MESSAGES, OUTER, Hosts, Load, count
+from dist_prims.schedules.load import CROWDED, MESSAGES, OUTER, Hosts, Load, count
 from dist_prims.schedules.recommend import recommend
 from dist_prims.schedules.registry import load_by_card
 from dist_prims.schedules.steps import Steps
@@ -72,6 +72,19 @@ def test_a_card_has_the_load_of_the_steps(collective: str, name: str) -> None:
             by_card, by_steps = (each[np.lexsort(np.round(each, 9).T)] for each in rows)
             np.testing.assert_allclose(by_card, by_steps, rtol=1e-9, atol=1e-12, err_msg=str((hosts, one_machine)))
             assert (card.busiest >= steps.busiest * (1 - 1e-9)).all(), hosts
+
+
+@pytest.mark.parametrize(("collective", "name"), REGISTRY)
+def test_a_card_without_congestion_has_the_other_columns(collective: str, name: str) -> None:
+    """Where crowded links cost nothing more, a price needs no count of them, and has all other counts."""
+    given = (("hosts", (4,) * 4),) if name == "hierarchical" else ()
+    with_it, without = (
+        load_by_card(lookup(collective, name), Hosts((4,) * 4, has_congestion=congestion), given)
+        for congestion in (True, False)
+    )
+    others = np.delete(np.arange(with_it.rows.shape[1]), CROWDED)
+    np.testing.assert_array_equal(with_it.rows[:, others], without.rows[:, others])
+    np.testing.assert_array_equal(with_it.busiest[others], without.busiest[others])
 
 
 @pytest.mark.parametrize(("collective", "name"), REGISTRY)

@@ -111,19 +111,18 @@ def _hop(size: int, distance: int, radix: int) -> Step:
 
     Block i of a rank lies in scratch chunk 2 * size + i between its first hop and its last.
     """
-    rank, way = np.arange(size), np.arange(size)
-    way = way[way // distance % radix > 0]
-    digit = way // distance % radix
+    rank = np.arange(size)
+    digit = rank // distance % radix
+    count = np.bincount(digit)  # np.unique() would import numpy.ma, which takes longer than the choice of a schedule
+    way, digits = digit.nonzero()[0], count[1:].nonzero()[0] + 1
 
     def rows() -> Step:
         src, i = np.repeat(rank, len(way)), np.tile(way, size)
-        dst = (src + np.tile(digit, size) * distance) % size
+        dst = (src + np.tile(digit[way], size) * distance) % size
         has_hopped, will_hop = i % distance > 0, i // (distance * radix) > 0
         chunk = np.where(has_hopped, 2 * size + i, (src + i) % size)
         into = np.where(will_hop, 2 * size + i, size + (dst - i) % size)
         return Step(src, dst, chunk, into=into)
 
-    count = np.bincount(digit)  # np.unique() would import numpy.ma, which takes longer than the choice of a schedule
-    digits = np.flatnonzero(count)
-    src, dst = np.repeat(rank, len(digits)), (rank[:, None] + digits * distance).ravel() % size
-    return CountedStep(Step(src, dst, np.zeros_like(src)), count[digits][None].repeat(size, axis=0).ravel(), rows)
+    src, dst = rank.repeat(len(digits)), (rank[:, None] + digits * distance).ravel() % size
+    return CountedStep(Step(src, dst, src), count[digits][None].repeat(size, axis=0).ravel(), rows)
