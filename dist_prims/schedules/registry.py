@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib
 import inspect
 import math
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -178,6 +180,7 @@ def algorithm(
         key = collective, name or make.__name__
         built_in = make.__module__.startswith(f"{__package__}.algorithms.")
         if not built_in:
+            _load()
             _check_not_built_in(*key, "register it under another name, algorithm(..., name=...)")
         defaults, trusted = _parameters_of(make, collective), trust or built_in
         if not all(isinstance(each, Mapping) and {*each} <= {*defaults} for each in variants):
@@ -245,7 +248,15 @@ def _set(collective: str, name: str, registered: Algorithm | None) -> None:
 
 def version() -> int:
     """A number that changes when an algorithm is registered or removed; caches of what algorithms make depend on it."""
+    _load()
     return _changes
+
+
+@functools.cache
+def _load() -> None:
+    package = importlib.import_module(f"{__package__}.algorithms")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
 
 
 def nearest(kind: str, name: str, known: tuple[str, ...] | list[str]) -> str:
@@ -261,6 +272,7 @@ def algorithms(collective: str) -> list[str]:
     >>> "ring" in algorithms("all_reduce")
     True
     """
+    _load()
     if collective not in COLLECTIVES:
         raise ValueError(nearest("collective", collective, COLLECTIVES))
     return [name for kind, name in _registry if kind == collective]
@@ -280,6 +292,7 @@ def lookup(collective: str, name: str) -> Algorithm:
     Traceback (most recent call last):
     ValueError: unknown gather algorithm 'binomal'; did you mean 'binomial'? known: binomial, direct, hierarchical
     """
+    _load()
     if registered := _registry.get((collective, name)):
         return registered
     raise ValueError(nearest(f"{collective} algorithm", name, algorithms(collective)))

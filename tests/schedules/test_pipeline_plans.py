@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import itertools
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from collections import defaultdict
 from collections.abc import Iterator
@@ -401,3 +403,14 @@ def test_a_new_schedule_takes_one_function() -> None:
         pipeline_schedule("1f1b", lookup("1f1b").card)(one_by_one)
     with pytest.raises(ValueError, match=r"pipeline schedule '1f1b' is one of dist_prims.* can be removed"):
         unregister("1f1b")
+
+
+def test_the_order_does_not_depend_on_what_was_imported_first() -> None:
+    """The table of the documentation is in this order. A test of it failed where a module had been imported before."""
+    program = """
+import dist_prims.schedules.pipelines.zero_bubble
+from dist_prims.schedules.pipelines import pipeline_plans
+print(pipeline_plans())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert done.stdout.strip() == str(pipeline_plans()), done.stderr
