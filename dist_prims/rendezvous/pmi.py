@@ -8,8 +8,8 @@ not send at the same time.
 
 A process manager regards a rank that exits without the request "finalize" as crashed, and kills the others. A rank
 therefore finalizes at exit. Where MPI is in use, MPI finalizes. If an uncaught exception ends a rank, it requests
-"abort": Hydra of MPICH 5.0 overlooks an exit with a status other than 0 whenever it collects the status before it sees
-that the socket is closed.
+"abort": Hydra of MPICH 5.0 does not kill the others if it collects the exit status of a rank before it sees that the
+socket of the rank is closed.
 """
 
 import atexit

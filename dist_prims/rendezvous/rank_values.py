@@ -38,7 +38,7 @@ def values_of_ranks(store: Any, rank: int, name: str, size: int) -> list[str]:
         except RuntimeError as error:
             with contextlib.suppress(RuntimeError):  # the store itself may be the cause
                 store.set(name, f"{_FAILED}{error}")
-                late = missing_keys(store, [*keys.values()], most=size)
+                late = {*missing_keys(store, [*keys.values()], most=size)}
                 wait_for_readers(store, rank, name, size, {other for other, key in keys.items() if key in late})
             raise
         store.set(name, f"={packed(values)}")

@@ -1,5 +1,5 @@
-// Plain functions of Python's C interface: pybind11 packs the arguments into a tuple and looks up the class of each,
-// which takes longer than the exchange between two ranks. torch.distributed takes 5 us before a backend does any work.
+// The functions use Python's C interface: pybind11 packs the arguments into a tuple and looks up the class of each,
+// which takes longer than the exchange between two ranks. torch.distributed takes 5 us before it calls a backend.
 #include "direct_calls.h"
 
 #include <torch/csrc/Exceptions.h>
@@ -49,8 +49,8 @@ c10::intrusive_ptr<PrimsBackend> cpu_backend_of(PyObject* group) {
     }
 }
 
-// The tensor of a Python object; null unless it is a contiguous CPU tensor with memory of its own, which no gradient is
-// asked for. A subclass, such as a DTensor, may have no memory.
+// The tensor of a Python object; null unless it is a contiguous CPU tensor that requires no gradient. Also null for an
+// object of a subclass, such as a DTensor, because it may have no memory.
 const at::Tensor* plain_tensor(PyObject* object) {
     if (!THPVariable_CheckExact(object)) return nullptr;
     const at::Tensor& tensor = THPVariable_Unpack(object);  // of an object that the caller keeps
@@ -78,8 +78,9 @@ Options synchronous() {
     return options;
 }
 
-// The function of Python that `make_call(arguments, backend)` implements for the group, the last of its `kCount`
-// arguments. make_call() returns false if it makes no call. It has the GIL, and releases it for the call.
+// Makes a call in the group that is the last of `kCount` arguments, by `make_call(backend)`. Returns True, or False if
+// there is no such backend or make_call() returns false: it has made no call then. make_call() begins with the GIL, and
+// releases it for the call.
 template <Py_ssize_t kCount, typename MakeCall>
 PyObject* call_directly(PyObject* const* arguments, Py_ssize_t count, const MakeCall& make_call) {
     try {
