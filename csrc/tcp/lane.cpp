@@ -20,6 +20,7 @@ using namespace std::chrono_literals;
 constexpr auto kTimeToAppear = 1s;
 constexpr auto kBetweenLooks = 50ms;  // whether kTimeToAppear is over
 constexpr std::chrono::milliseconds kLongestSleep = 1h;
+constexpr unsigned kPollsToMoveAll = 16;         // one of so many polls asks epoll at once
 constexpr std::size_t kLoadedBytes = 128 << 10;  // the buffers of a socket hold as many
 
 // The key of an event of epoll: the eventfd of waiting_, or a direction plus the rank of the peer.
@@ -116,9 +117,13 @@ TcpLane::WaitResult TcpLane::wait(TcpMessage& message, std::chrono::milliseconds
         check_sender(message);
         if (!message.error.empty()) continue;
         // 2. Move messages: at once if this wait still polls, else after a sleep. again() unlocks, so another thread
-        // may have ended the wait meanwhile.
+        // may have ended the wait meanwhile. A poll first reads the connection of the awaited message alone. Some do
+        // not, or a row of short waits would move nothing else.
         const auto sleep = polling.again(guard.lock) ? 0ms : left;
-        if (sleep > 0ms) read_where([](int, const Incoming& from) { return from.connection.has_unread_trailer(); });
+        if (sleep > 0ms)
+            read_where([](int, const Incoming& from) { return from.connection.has_unread_trailer(); });
+        else if (!message.is_outgoing && ++polls_ % kPollsToMoveAll != 0)
+            read_awaited(message.peer);
         const bool is_over = message.is_done || message.is_aborted || !message.error.empty();
         if (!is_over && !sleep_and_move(guard.lock, sleep, &message)) return WaitResult::kAborted;
     }
@@ -315,6 +320,11 @@ void TcpLane::read_stalled(int peer) {
     read_where([peer](int sender, const Incoming& from) {
         return !from.is_watched && (peer == Transport::kAnyone || peer == sender);
     });
+}
+
+void TcpLane::read_awaited(int peer) {
+    const auto from = incoming_.find(peer);
+    if (from != incoming_.end() && from->second.is_watched) read_from(peer, true);
 }
 
 // Reads the connections for which `condition` holds. read_from() may erase from incoming_.

@@ -97,6 +97,7 @@ private:
     void end_outgoing(int peer, const Failure& failure);
     void read_from(int peer, bool may_leave_trailer);
     void read_stalled(int peer);
+    void read_awaited(int peer);
     template <typename Condition>
     void read_where(const Condition& condition);
     void check_sender(TcpMessage& message);
@@ -124,6 +125,7 @@ private:
     std::string close_reason_;             // empty as long as the lane is open
     WaitingThreads<TcpMessage> waiting_;
     Polling polling_;
+    unsigned polls_ = 0;  // of waits for messages that come
 };
 
 }  // namespace dist_prims

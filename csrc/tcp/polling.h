@@ -1,8 +1,8 @@
 // How a thread that waits for messages of a lane polls before it sleeps; shm/wait_policy.h has the same for shared
 // memory. A poll is a system call, and takes less time than the wake-up of a thread.
 //
-// A wait yields its core between two polls. A yield that takes long has given the core to another thread. For a time
-// waits then sleep without polling, since the scheduler favours a thread that wakes up.
+// A wait yields its core between two polls, not before the first. A yield that takes long has given the core to another
+// thread. For a time waits then sleep without polling, since the scheduler favours a thread that wakes up.
 #pragma once
 
 #include <sched.h>
@@ -27,12 +27,13 @@ public:
     public:
         explicit Wait(Polling& polling) : polling_(polling) {}
 
-        // Yields the core, without the lock, and returns true: poll again. Or returns false at once: sleep.
+        // Returns true: poll, or false: sleep. Before every poll but the first it yields the core, without the lock.
         bool again(std::unique_lock<std::mutex>& lock) {
             constexpr int kPolls = 30, kPollsInBackground = 3;
             if (!polling_.polls_ || count_++ == (in_background ? kPollsInBackground : kPolls)) return false;
             const auto now = Clock::now();
             if (now < polling_.poll_again_) return false;
+            if (count_ == 1) return true;  // the first poll: the message may have come already
             lock.unlock();
             ::sched_yield();
             lock.lock();
