@@ -187,7 +187,7 @@ void RemotePeers::check(const Handle& request) {
 
 // Waits until the message is done (true), or the wait is aborted (false).
 bool RemotePeers::wait_until_abort(RemoteRequest& request) {
-    // Registers the wait while it lasts, so that wake() and the ticker can abort it. Starts or wakes the ticker.
+    // Registers a wait that may take time, so that wake() and the ticker can abort it. Starts or wakes the ticker.
     struct ActiveWait {
         RemotePeers& remote;
         Transport::TransportRequest* request;
@@ -204,7 +204,10 @@ bool RemotePeers::wait_until_abort(RemoteRequest& request) {
             const std::lock_guard lock(remote.mutex_);
             remote.active_waits_.erase(request);
         }
-    } active_wait(*this, request.handle.get());
+        ActiveWait(const ActiveWait&) = delete;
+    };
+    std::optional<ActiveWait> active_wait;
+    if (!request.handle->is_done()) active_wait.emplace(*this, request.handle.get());
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(request.deadline - Clock::now());
     return request.handle->wait(std::max(left, 0ms) + kTransportMargin);
 }

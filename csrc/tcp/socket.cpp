@@ -133,7 +133,10 @@ std::optional<Socket> accept_from(const Socket& listening) {
 SocketResult read_some(const Socket& socket, const SocketPart* parts, std::size_t count) {
     bool is_at_end = false;
     SocketResult result = transfer(parts, count, [&](msghdr* message) {
-        const ssize_t received = ::recvmsg(socket.descriptor(), message, MSG_DONTWAIT);
+        const iovec& first = *message->msg_iov;
+        const ssize_t received = message->msg_iovlen == 1
+                                     ? ::recv(socket.descriptor(), first.iov_base, first.iov_len, MSG_DONTWAIT)
+                                     : ::recvmsg(socket.descriptor(), message, MSG_DONTWAIT);
         is_at_end = received == 0;
         return received;
     });
