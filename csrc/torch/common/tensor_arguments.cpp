@@ -246,6 +246,7 @@ at::Tensor premultiplied(const char* what, const at::Tensor& tensor, const c10d:
 Tensors split_into_blocks(const char* what, const at::Tensor& tensor, int size, const std::vector<int64_t>& splits) {
     const auto blocks = static_cast<std::size_t>(size);
     const int64_t rows = tensor.dim() ? tensor.size(0) : 1;
+    const at::AutoDispatchBelowADInplaceOrView no_autograd;  // the blocks are read and written as memory
     if (splits.empty()) {
         TORCH_CHECK_VALUE(tensor.numel() % size == 0, what, ": ", tensor.numel(),
                           " elements cannot be shared evenly by ", size, " ranks");
