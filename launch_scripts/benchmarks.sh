@@ -73,6 +73,12 @@ transports() {
     for topology in "2 1" "2 2"; do
         on "$topology" none "$few" hosts --collectives round_trip --transports tcp,ucx --sizes 64,64K,1M,16M
     done
+    for topology in "2 1" "2 2" "4 1"; do
+        # shellcheck disable=SC2086
+        run "--blocks 1 --calls 2" env DIST_PRIMS_TRANSPORT=tcp ./launch_scripts/netns-hosts.sh $topology none --mpirun -- \
+            python docs/benchmarks/beside_mpi.py barrier ping_pong:8 {broadcast,all_reduce,all_gather,all_to_all}:8 \
+            {all_gather,all_to_all}:64K {broadcast,reduce_scatter}:1M
+    done
 }
 
 predicted() {

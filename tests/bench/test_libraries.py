@@ -15,6 +15,7 @@ PROGRAM = [sys.executable, str(ROOT / "docs/benchmarks/libraries.py"), "--rounds
 sys.path.insert(0, str(ROOT / "docs/benchmarks"))
 
 import libraries  # noqa: E402
+from launching import MPIRUN, clean, needs_mpirun, run  # noqa: E402
 
 
 def test_commands_have_a_deadline() -> None:
@@ -98,3 +99,15 @@ def test_contenders_of_this_environment(tmp_path: Path) -> None:
         (name, nbytes) for name in ("gloo", "dist_prims", "direct", "zero_copy") for nbytes in (8, 256 << 10)
     }
     assert all(0 < seconds < 10 for line in lines for seconds in line["seconds"])
+
+
+@pytest.mark.slow
+@needs_mpirun
+def test_every_call_runs_beside_mpi() -> None:
+    collectives = ["barrier", "broadcast:8", "all_reduce:8", "all_gather:1K", "reduce_scatter:8", "all_to_all:256K"]
+    program = [sys.executable, str(ROOT / "docs/benchmarks/beside_mpi.py"), "--blocks", "2", "--calls", "2"]
+    done = run([str(MPIRUN), "-n", "3", *program, *collectives, "ping_pong:8"], clean(), timeout=100)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [line["case"] for line in lines] == [*collectives, "ping_pong:8"], done.stderr
+    assert all(line["dist_prims"] > 0 and line["mpi"] > 0 for line in lines)
+    assert "'scan' is none of barrier" in run([str(MPIRUN), "-n", "1", *program, "scan"], clean()).stderr
