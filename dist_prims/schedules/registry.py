@@ -129,6 +129,9 @@ def _new_load(
 _ONE_CHUNK = ("barrier", "scan", "exclusive_scan")
 _registry: dict[tuple[str, str], Algorithm] = {}
 _changes = 0
+# Algorithms are sorted by the names of their modules; a module of this table comes just before the one that it names,
+# which imports it.
+_SORTED_BEFORE = {"ring": "large_rooted", "swing": "bine", "tree": "double_tree"}
 
 
 def _count(count: Count, size: int, parameters: Mapping[str, Any], default: int) -> int:
@@ -239,11 +242,11 @@ def unregister(collective: str, name: str) -> None:
 
 def _set(collective: str, name: str, registered: Algorithm | None) -> None:
     global _changes
-    _changes += 1
     if registered is None:
         del _registry[collective, name]
     else:
         _registry[collective, name] = registered
+    _changes += 1  # last: another thread may fill a cache meanwhile
 
 
 def version() -> int:
@@ -267,15 +270,30 @@ def nearest(kind: str, name: str, known: tuple[str, ...] | list[str]) -> str:
 
 
 def algorithms(collective: str) -> list[str]:
-    """Names of the algorithms registered for a collective.
+    """Names of the algorithms registered for a collective: those of this package, then the program's.
+
+    Of equal prices the first one is chosen, so the order must be the same on all ranks. It does not depend on which
+    module a rank has imported first.
 
     >>> "ring" in algorithms("all_reduce")
     True
     """
-    _load()
+    current = version()
     if collective not in COLLECTIVES:
         raise ValueError(nearest("collective", collective, COLLECTIVES))
-    return [name for kind, name in _registry if kind == collective]
+    return [*_names(current, collective)]
+
+
+@functools.lru_cache(maxsize=32)
+def _names(_version: int, collective: str) -> list[str]:
+    registered = [(name, each) for (kind, name), each in [*_registry.items()] if kind == collective]
+    return [name for name, each in sorted(registered, key=lambda item: _position(item[1]))]
+
+
+def _position(registered: Algorithm) -> tuple[bool, str, bool]:
+    """A key to sort algorithms by. Algorithms with the same key keep the order in which they were registered."""
+    module = registered.make.__module__.rpartition(".")[2] if registered.built_in else ""
+    return not registered.built_in, _SORTED_BEFORE.get(module, module), module not in _SORTED_BEFORE
 
 
 def users_algorithms() -> list[Algorithm]:

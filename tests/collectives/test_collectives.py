@@ -7,6 +7,8 @@ The expected values are closed forms: rank r holds ``1000 * r + 3 * i`` at place
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -488,3 +490,20 @@ def test_tags_of_calls_wrap(first: int) -> None:
         assert len(tags) == 1 + 6  # the agreement has one
         assert tags[-1] <= 32_767
         assert tags[1] == tags[0] + 1, "the first tag of data is used again"
+
+
+def test_the_cheapest_algorithm_is_the_same_on_a_rank_that_has_imported_others_first() -> None:
+    """The calls of such a rank raised MismatchError, because it chose ring where the other rank chose bine."""
+    program = """
+import dist_prims, torch, torch.distributed
+def body():
+    if torch.distributed.get_rank() == 1:
+        from dist_prims.schedules.algorithms import ring
+    gathered = torch.zeros(2)
+    dist_prims.all_gather(gathered, torch.ones(1), algorithm="cheapest")
+    dist_prims.all_reduce(tensor := torch.ones(1 << 22), algorithm="cheapest")
+    return gathered.tolist(), tensor.eq(2).all().item()
+print(dist_prims.spawn(body, 2, backend="gloo", timeout=60))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert done.stdout.strip() == str([([1.0, 1.0], True)] * 2), done.stderr

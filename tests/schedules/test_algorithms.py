@@ -1,5 +1,7 @@
 """Every registered algorithm keeps its promise and its card, at every size and root."""
 
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -60,3 +62,38 @@ def test_a_lost_contribution_is_named() -> None:
             build("all_reduce", "forgetful", 3).verify()
     finally:
         unregister("all_reduce", "forgetful")
+
+
+CHOICES = """
+from dist_prims.schedules import COLLECTIVES, algorithms
+from dist_prims.schedules.recommend import recommend
+from dist_prims.schedules.topology import Level, Topology
+for collective in COLLECTIVES:
+    print(collective, algorithms(collective))
+    for nbytes in (8, 1 << 16, 1 << 24):
+        for hosts in ((2,), (3,), (8,), (1, 1), (1, 1, 1, 1), (2, 2), (3, 2), (4, 4)):
+            best = recommend(collective, nbytes, Topology(hosts, Level(3e-6, 2e-10), Level(5e-5, 1e-9))).candidates[0]
+            print(hosts, nbytes, best.name, best.segments)
+"""
+
+
+def test_choices_do_not_depend_on_what_was_imported_first() -> None:
+    """Of equal prices the first algorithm is chosen, and algorithms were in the order in which their modules had been
+    imported. A rank that had imported some of them called another algorithm than the other ranks."""
+    first = "".join(f"import dist_prims.schedules.algorithms.{name}\n" for name in ("tree", "ring", "pat"))
+    printed = []
+    for program in (CHOICES, first + CHOICES):
+        command = [sys.executable, "-c", program]
+        printed.append(subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout)
+    assert printed[0] == printed[1]
+
+
+def test_algorithms_of_a_program_come_last_in_the_order_of_their_registration() -> None:
+    built_in = algorithms("barrier")
+    try:
+        for name in ("b", "a"):
+            algorithm("barrier", name=name)(lambda size: iter(()))
+        assert algorithms("barrier") == [*built_in, "b", "a"]
+    finally:
+        unregister("barrier", "b")
+        unregister("barrier", "a")
