@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from ..schedules import Schedule, algorithms, lookup
 from ..schedules.cost import Cost, cost_of
 from ..schedules.load import Hosts
-from ..schedules.registry import Algorithm, load_by_card
+from ..schedules.registry import Algorithm, load_by_card, version
 from ..schedules.trust import may_be_chosen, priced
 from ..units import parse_bytes
 
@@ -102,8 +102,11 @@ def _parameters(text: str, variable: str) -> tuple[tuple[str, Any], ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _price(registered: Algorithm, size: int) -> Cost | None:
-    """Return the price of an algorithm; None if it raises, or a user has registered it and it is wrong."""
+def _price(_version: int, registered: Algorithm, size: int) -> Cost | None:
+    """Return the price of an algorithm; None if it raises, or a user has registered it and it is wrong.
+
+    It may use other algorithms of the user, so it is valid until an algorithm is registered: ``_version`` counts.
+    """
 
     def price(_: Callable[[], Schedule]) -> Cost:
         return cost_of(load_by_card(registered, Hosts((size,))))
@@ -130,6 +133,7 @@ def variable_of(collective: str) -> str:
 def cheapest(collective: str, size: int, nbytes: int, even: bool = True) -> str:
     """Return the algorithm of the lowest cost for data of ``nbytes``, in blocks of the same length if ``even``."""
     candidates = [lookup(collective, name) for name in algorithms(collective) if even or name in UNFORWARDED]
-    prices = {each.name: _price(each, size) for each in candidates if may_be_chosen(each, size)}
+    current = version()
+    prices = {each.name: _price(current, each, size) for each in candidates if may_be_chosen(each, size)}
     seconds = {name: price.seconds(nbytes, ALPHA, BETA, GAMMA) for name, price in prices.items() if price}
     return min(seconds, key=seconds.__getitem__)

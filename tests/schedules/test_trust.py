@@ -94,6 +94,26 @@ def test_a_wrong_algorithm_is_left_out_of_a_choice_with_one_warning() -> None:
         assert cheapest("all_reduce", 4, 4 * COUNT) != "forgetful"
 
 
+def test_an_algorithm_is_priced_again_after_the_algorithm_that_it_uses_is_registered() -> None:
+    """The price was kept. A rank that had asked for it too early chose another algorithm than a rank that had not."""
+
+    def pipeline(size: int) -> Iterator[Step]:
+        for now in range(size + 14):
+            src = [rank for rank in range(size - 1) if 0 <= now - rank < 16]
+            yield Step(src, [rank + 1 for rank in src], [now - rank for rank in src], reduce=True)
+
+    algorithm("scan", name="whole", chunks=16)(lambda size: iter(build("scan", "part", size).steps))
+    try:
+        with pytest.warns(UserWarning, match="scan 'whole' for 8 ranks is not chosen .*unknown scan algorithm 'part'"):
+            assert cheapest("scan", 8, 1 << 26) == "recursive_doubling"
+        algorithm("scan", name="part", chunks=16)(pipeline)
+        assert cheapest("scan", 8, 1 << 26) == "whole"
+    finally:
+        unregister("scan", "whole")
+        if "part" in algorithms("scan"):
+            unregister("scan", "part")
+
+
 @pytest.mark.parametrize("is_trusted", [True, False])
 def test_an_algorithm_that_raises_is_left_out_of_a_recommendation(is_trusted: bool) -> None:
     """It is considered where it works: between two hosts."""
