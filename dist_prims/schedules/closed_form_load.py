@@ -371,7 +371,7 @@ def _least_outer_messages(item: LoadItem, hosts: Hosts) -> float:
             rows, _ = item.narrow
             return int((hosts.host_of[rows.src] != hosts.host_of[rows.dst]).any())
         case Load():
-            return float(item.times @ item.rows[:, OUTER])
+            return float(item.over_steps(item.rows[:, OUTER]))
         case Busiest():
             return 0
 

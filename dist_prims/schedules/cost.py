@@ -76,7 +76,7 @@ class Cost:
 
 def cost_of(load: Load, share: Fraction = Fraction(1)) -> Cost:
     """The cost for equal ranks, from a load on one host whose data is counted in chunks of ``share``."""
-    messages, moved, reduced = (float(load.times @ load.rows[:, column]) for column in (MESSAGES, COPIED, REDUCED))
+    messages, moved, reduced = load.over_steps(load.rows[:, [MESSAGES, COPIED, REDUCED]].T).tolist()
     return Cost(int(messages), Fraction(moved) * share, Fraction(reduced) * share)
 
 
@@ -135,7 +135,7 @@ def seconds_by_kind(load: Load, nbytes: float, topology: Topology, segments: int
         return _seconds_by_kind_in_segments(load, nbytes, topology, segments)
     spent = _spent(load.rows, nbytes, topology)
     slowest = spent.sum(axis=1).argmax(axis=0)
-    kinds = spent[slowest, :, np.arange(len(slowest))].T @ load.times
+    kinds = load.over_steps(spent[slowest, :, np.arange(len(slowest))].T)
     return Seconds(*kinds.tolist())
 
 
@@ -179,13 +179,13 @@ def _ticks(load: Load, nbytes: float, topology: Topology, segments: int) -> Floa
 def _seconds_within_hosts(load: Load, nbytes: float, topology: Topology) -> float:
     """The seconds of the steps without a message between hosts."""
     within = load.rows[:, OUTER] == 0
-    return float(step_seconds(load, nbytes, topology)[within] @ load.times[within])
+    return float(load.over_steps(step_seconds(load, nbytes, topology) * within))
 
 
 def load_seconds(load: Load, nbytes: float, topology: Topology, segments: int = 1) -> float:
     """The seconds for data of ``nbytes`` in ``segments`` segments."""
     if segments == 1:
-        return float(step_seconds(load, nbytes, topology) @ load.times)
+        return float(load.over_steps(step_seconds(load, nbytes, topology)))
     ticks = _ticks(load, nbytes, topology, segments)
     return float(ticks.max(axis=0).sum()) + _seconds_within_hosts(load, nbytes / segments, topology)
 
@@ -195,7 +195,7 @@ def least_seconds(load: Load, nbytes: float, topology: Topology) -> float:
 
     The larger of the time without any data, and the time that the busiest rank, link or machine works in all steps.
     """
-    latency = float(step_seconds(load, 0, topology) @ load.times)
+    latency = float(load.over_steps(step_seconds(load, 0, topology)))
     work = _spent(load.busiest[None], nbytes, topology)
     return max(latency, float(work[_MESSAGE, _LINK, 0]), float(work[[_RANK, _MACHINE], :, 0].sum(axis=1).max()))
 

@@ -61,6 +61,15 @@ class Load:
     def steps(self) -> int:
         return int(self.times.sum())
 
+    def over_steps(self, values: Floats) -> Floats:
+        """The sum over all steps of values, of which the last axis has one for each row.
+
+        A matrix product is no alternative: its last bits depend on the processor, so that of nearly equal prices the
+        ranks of hosts with different processors would choose different ones.
+        """
+        sums: Floats = np.add.reduce(values * self.times, axis=-1)
+        return sums
+
     def scaled(self, rank: float = 1, link: float = 1, machine: float = 1, messages: float = 1) -> Load:
         """The load with its counts multiplied.
 

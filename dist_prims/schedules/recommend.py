@@ -169,7 +169,7 @@ def _preference(candidate: Candidate, topology: Topology) -> tuple[Any, ...]:
     """
     is_flat = "hosts" not in dict(candidate.parameters)
     fan_in, reached, transfers = _counts_of_steps(candidate.schedule, topology)
-    reduced = round(float(candidate.load.times @ candidate.load.rows[:, REDUCED]), 9)
+    reduced = round(float(candidate.load.over_steps(candidate.load.rows[:, REDUCED])), 9)
     return fan_in, reached, is_flat, reduced, transfers * candidate.segments, candidate.load.steps
 
 

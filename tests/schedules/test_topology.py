@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -284,3 +287,23 @@ def test_no_rank_is_inner_in_both_trees(size: int) -> None:
     """At odd sizes rank 0 once was: it sent as much as two inner ranks."""
     inner = [set(parent[parent >= 0].tolist()) for parent in _two_trees(size)]
     assert not inner[0] & inner[1]
+
+
+def test_prices_do_not_depend_on_the_processor() -> None:
+    """They did in the last bits, by which a rank on another kind of processor chose another one of two equal prices.
+    Matrix products were the cause: they use other instructions on each kind."""
+    program = """
+from dist_prims.schedules.recommend import recommend
+from dist_prims.schedules.topology import Level, Topology
+for collective in ("all_reduce", "reduce", "all_gather"):
+    for hosts in ((3, 3), (3, 3, 3), (1,) * 7, (7, 6, 5)):
+        for beta in (1e-9, 2.7e-9):
+            topology = Topology(hosts, Level(3e-6, 2e-10), Level(5e-4, beta), 1e-10)
+            print([(each.name, each.seconds.hex()) for each in recommend(collective, 1.5, topology).candidates])
+"""
+    printed = []
+    for processor in ("", "Prescott", "Haswell"):  # of x86; OpenBLAS ignores the name elsewhere
+        env = {**os.environ, "OPENBLAS_CORETYPE": processor}
+        command = [sys.executable, "-c", program]
+        printed.append(subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=True).stdout)
+    assert printed[0] == printed[1] == printed[2]
