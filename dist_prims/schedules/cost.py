@@ -70,8 +70,10 @@ class Cost:
     def seconds(self, nbytes: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
         """The seconds for data of ``nbytes``; the parameters are the costs in the description of the module."""
         values = {"nbytes": nbytes, "alpha": alpha, "beta": beta, "gamma": gamma}
-        terms = zip(self.counts, TERMS, strict=True)
-        return sum(float(count) * math.prod(values[name] for name in names) for count, (_, names) in terms)
+        seconds = 0.0
+        for number, (_, names) in zip(self.counts, TERMS, strict=True):  # sum() has rounded otherwise since Python 3.12
+            seconds += float(number) * math.prod(values[name] for name in names)
+        return seconds
 
 
 def cost_of(load: Load, share: Fraction = Fraction(1)) -> Cost:

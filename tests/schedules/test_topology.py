@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from dist_prims.schedules import COLLECTIVES, Step, algorithm, algorithms, build, lookup, unregister
 from dist_prims.schedules.algorithms.tree import _two_trees
 from dist_prims.schedules.contract import ROOTED
-from dist_prims.schedules.cost import best_segments, least_seconds, seconds, seconds_by_kind
+from dist_prims.schedules.cost import Cost, best_segments, least_seconds, seconds, seconds_by_kind
 from dist_prims.schedules.load import LINK, OUTER, Hosts, StepCount, count, count_chunks
 from dist_prims.schedules.recommend import bound, recommend
 from dist_prims.schedules.schedule import Schedule
@@ -307,3 +308,8 @@ for collective in ("all_reduce", "reduce", "all_gather"):
         command = [sys.executable, "-c", program]
         printed.append(subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=True).stdout)
     assert printed[0] == printed[1] == printed[2]
+
+
+def test_a_price_is_the_same_on_every_version_of_python() -> None:
+    """``sum()`` of floats compensates what rounding loses since Python 3.12: it gave 1e16 before, and then 1e16 + 2."""
+    assert Cost(1, Fraction(1), Fraction(1)).seconds(1, alpha=1e16, beta=1, gamma=1) == 1e16
