@@ -250,9 +250,12 @@ def _step(
             sends[dst].append((chunk, piece))
             continue
         # The row writes a chunk of this rank. A message has its chunks in the order of the rows, at both ends.
-        source = Source(OWN, chunk) if src == rank else Source(src, len(receives[src]))
-        if src != rank:
-            receives[src].append((into, piece))
+        if src == rank:
+            source = Source(OWN, chunk)
+        else:
+            received = receives[src]
+            source = Source(src, len(received))
+            received.append((into, piece))
         writes[into].append(_Row(source, reduce, piece, terms))
     folded = (_write(into, rows, int(held_terms[into])) for into, rows in writes.items())
     return ProgramStep(
@@ -268,6 +271,8 @@ def _messages(by_peer: dict[int, list[tuple[int, int]]], distance: Callable[[int
 
 def _write(into: int, rows: list[_Row], held_terms: int) -> Write:
     first = rows[0]
+    if len(rows) == 1 and not first.reduce and first.source != (OWN, into):  # most writes, sooner than below
+        return Write(into, first.piece, True, (first.source,), (first.terms,))
     sources, terms = tuple(row.source for row in rows), tuple(row.terms for row in rows)
     if not first.reduce and (first.source.peer, first.source.index) == (OWN, into):  # a copy to itself changes nothing
         return Write(into, first.piece, copy=False, sources=sources[1:], terms=terms)

@@ -40,7 +40,7 @@ _FINGERPRINT = re.compile(rf"#[0-9a-f]{{{_DIGITS}}}$")
 def _users_algorithms(collective: str, algorithm: str, parameters: Mapping[str, Any]) -> list[Algorithm]:
     """The algorithms that are not built in, of this one and of every algorithm named by one of its parameters."""
     whole, parts = lookup(collective, algorithm), {value for value in parameters.values() if isinstance(value, str)}
-    named = [each for each in users_algorithms() if each is not whole and each.name in parts]
+    named = [each for each in users_algorithms() if each is not whole and each.name in parts] if parts else []
     return named if whole.built_in else [whole, *named]
 
 
