@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ..schedules import Schedule
 from ..schedules.contract import ROOTED
 from ..schedules.host_order import HostOrder
-from ..schedules.piggyback import added_seconds
+from ..schedules.piggyback import MOST_HOSTS, added_seconds
 from ..schedules.program import RankSchedule
 from ..schedules.recommend import MUCH_SHORTER, PERSONALIZED, recommend
 from ..schedules.registry import version
@@ -127,7 +127,8 @@ def _recommended(
         direct = next((candidate for candidate in candidates if candidate.name == "direct"), best)
         if best.seconds >= MUCH_SHORTER * direct.seconds:
             choice, best = _to_receivers(collective, topology, low), direct
-    return choice, best.seconds > added_seconds(collective, nbytes, topology)
+    may_carry = len(topology.hosts) <= MOST_HOSTS  # between more hosts C++ chooses the piggyback by the size alone
+    return choice, may_carry and best.seconds > added_seconds(collective, nbytes, topology)
 
 
 def _to_receivers(collective: str, topology: Topology, nbytes: int) -> _Choice:

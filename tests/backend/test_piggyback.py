@@ -47,6 +47,12 @@ def test_a_schedule_is_better_where_it_sends_less() -> None:
     assert travels("a b", "broadcast", 1 << 16, GIGABIT)
 
 
+def test_between_more_hosts_no_price_decides() -> None:
+    """Their leaders forward what they receive, so the agreement carries little: C++ decides by the size alone."""
+    assert travels("a b c d", "all_gather", 2048)
+    assert not travels("a b c d e", "all_gather", 2048)
+
+
 def test_a_rank_alone_on_its_host_copies_less() -> None:
     """It neither copies its data to shared memory nor its result from there: half of the copies of two ranks."""
 
