@@ -14,12 +14,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import sys
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from . import stand_in
+from ._output import print_notice
 from .backend_name import NAME
 
 __all__: list[str] = []
@@ -65,7 +65,7 @@ def default_backend(announces: bool = True) -> str:
         cpu = "gloo"
         if announces:
             reason = str(error).partition("\n")[0]
-            print(f"dist_prims: the backend is gloo, because {NAME} is not available: {reason}", file=sys.stderr)
+            print_notice(f"the backend is gloo, because {NAME} is not available: {reason}")
     # device_count() asks the driver without initialising CUDA, after which a process could not fork ranks that use it.
     return f"cpu:{cpu},cuda:nccl" if torch.cuda.device_count() else cpu
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._output import print_notice
 from ..torch_compat import backend_of, default_group
 
 __all__: list[str] = []
@@ -67,5 +67,4 @@ def _check_writable(folder: Path) -> None:
 @functools.cache
 def _warn(folder: str, reason: str) -> None:
     """Print a warning, once for a folder and a reason."""
-    text = f"DIST_PRIMS_DUMP={folder}: no flight record can be written there: {reason}; name another folder"
-    print(f"dist_prims: {text}", file=sys.stderr, flush=True)
+    print_notice(f"DIST_PRIMS_DUMP={folder}: no flight record can be written there: {reason}; name another folder")

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from .._output import print_notice
 from . import compile_native
 from .compile_native import CORE, CompileError, Library
 
@@ -123,7 +124,7 @@ class NativeLibrary:
         """Compile into ``file``, linked to the core; ``lack`` says why the library is compiled."""
         library = self.make(sources())
         folder = file.parent if self.file == CORE else core().path().parent
-        print(f"dist_prims: compiling {lack}; about a minute, once", file=sys.stderr, flush=True)
+        print_notice(f"compiling {lack}; about a minute, once")
         start = time.monotonic()
         linked = Library(file.name, library.sources, library.compile_flags, (f"-L{folder}", *library.link_flags))
         with tempfile.TemporaryDirectory(prefix="dist_prims-") as objects:
@@ -134,7 +135,7 @@ class NativeLibrary:
                     f"{lack}, and compiling one failed. Report it if torch is 2.11 or later"
                     f"{self.alternative and ', '}{self.alternative}:\n{error}"
                 ) from error
-        print(f"dist_prims: compiled in {time.monotonic() - start:.0f} s: {file}", file=sys.stderr, flush=True)
+        print_notice(f"compiled in {time.monotonic() - start:.0f} s: {file}")
 
 
 def core() -> NativeLibrary:

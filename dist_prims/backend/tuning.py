@@ -16,13 +16,14 @@ import platform
 import re
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from .._output import print_notice
 
 __all__: list[str] = []
 
@@ -163,4 +164,4 @@ def _warn(warn: bool, text: str) -> None:
 
 @cache
 def _print_once(text: str) -> None:
-    print(f"dist_prims: {text}", file=sys.stderr, flush=True)
+    print_notice(text)

@@ -20,7 +20,6 @@ The rendezvous is the first of these that applies:
 import atexit
 import faulthandler
 import os
-import sys
 import time
 import weakref
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .._output import print_notice
 from ..agreement import gather_values
 from ..autoload import default_backend, register
 from ..rendezvous import mpi_exchange
@@ -173,11 +173,7 @@ def _announce(placement: Placement, launcher: Launcher, rendezvous: Rendezvous, 
     ranks, hosts = _count(placement.size, "rank"), _count(len(placement.hosts), "host")
     is_open = placement.size > 1 and rendezvous.secret is None and not (launcher.url or "").startswith("file:")
     trust = f"; the ranks are not authenticated, {REMEDY}" if is_open else ""
-    print(
-        f"dist_prims: {ranks} on {hosts} by {rendezvous.launcher}, {backend} over {where}{trust}",
-        file=sys.stderr,
-        flush=True,
-    )
+    print_notice(f"{ranks} on {hosts} by {rendezvous.launcher}, {backend} over {where}{trust}")
 
 
 def _count(number: int, noun: str) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 import torch.distributed as dist
 
+from .._output import print_notice
 from .secret import REMEDY, Secret, choose, has_rendezvous, remembered
 
 __all__: list[str] = []
@@ -37,7 +37,7 @@ def announce_missing_secret(store: Any) -> None:
     """Print that the default group is not authenticated, on rank 0 that makes it; ``init`` has a line of its own."""
     is_quiet = os.environ.get("DIST_PRIMS_QUIET") == "1" or dist.is_initialized() or has_rendezvous()
     if not is_quiet and address_of_store(store) is not None:
-        print(f"dist_prims: the ranks are not authenticated; {REMEDY}", file=sys.stderr, flush=True)
+        print_notice(f"the ranks are not authenticated; {REMEDY}")
 
 
 def address_of_store(store: Any) -> str | None:

@@ -32,7 +32,6 @@ import contextlib
 import json
 import re
 import secrets
-import sys
 import time
 from collections.abc import Callable
 from importlib import import_module
@@ -40,6 +39,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from .._output import print_notice
 from .deadline import until
 from .hosts import host_id
 from .rank_values import SECONDS_FOR_READERS, missing_keys, packed, unpacked
@@ -217,7 +217,7 @@ class _OtherRank:
         self._refusal = f"rank {self._rank} of {self._size} cannot join: {reason}; {REMEDY}"
         if self._secret is None:
             raise RuntimeError(self._refusal)
-        warn(self._refusal)
+        print_notice(self._refusal)
 
 
 class _Answer(NamedTuple):
@@ -332,7 +332,9 @@ class _Rank0:
             raise RuntimeError(f"rank {rank} of {self._size} has a secret, and rank 0 has none; {REMEDY}")
         if rank not in self._refused:
             self._refused[rank] = "another secret than rank 0" if has_secret else "no secret"
-            warn(f"rank 0 refuses a process as rank {rank} of {self._size}: it has {self._refused[rank]}; {REMEDY}")
+            print_notice(
+                f"rank 0 refuses a process as rank {rank} of {self._size}: it has {self._refused[rank]}; {REMEDY}"
+            )
 
     def _is_acknowledged(self) -> bool:
         if len(self._answered) < self._size - 1 or not self._store.check(self._acknowledgements):
@@ -379,7 +381,3 @@ def _texts(text: bytes) -> list[str] | None:
         return None
     is_right = isinstance(texts, list) and len(texts) > 0 and all(isinstance(item, str) for item in texts)
     return texts if is_right else None
-
-
-def warn(text: str) -> None:
-    print(f"dist_prims: {text}", file=sys.stderr, flush=True)

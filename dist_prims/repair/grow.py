@@ -16,13 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._output import print_notice
 from ..agreement import broadcast_value, check_failures, failure_text
 from ..backend.create import made_group, make_group
 from ..backend.options import BackendOptions
 from ..backend.origin import GroupRequest, Origin, Repairs, Trait
 from ..rendezvous.deadline import call_in_thread, until
 from ..rendezvous.group_secret import secret_of_group, would_lose_secret
-from ..rendezvous.handshake import signed, warn
+from ..rendezvous.handshake import signed
 from ..rendezvous.hosts import host_id
 from ..rendezvous.network import own_address
 from ..rendezvous.secret import REMEDY
@@ -166,12 +167,12 @@ def _admit(
             with contextlib.suppress(RuntimeError):  # the store of the meeting may have ended
                 meeting.set(f"failed/{prefix}", "")
             if _has_failed_too_often(backend):
-                warn(f"new ranks have failed {_MOST_FAILURES} times to join; this group admits no more")
+                print_notice(f"new ranks have failed {_MOST_FAILURES} times to join; this group admits no more")
         return old  # the new ranks announce themselves again
     if rank == 0:
         attempt.store.set(_OUTCOME, MADE)
         if old_made_group.key and not made_group(name).key:
-            warn(f"the new ranks are on another host, and the ranks are no longer authenticated; {REMEDY}")
+            print_notice(f"the new ranks are on another host, and the ranks are no longer authenticated; {REMEDY}")
     return replace_group(old, attempt.backend, attempt.store, range(size), name)
 
 

@@ -28,9 +28,10 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from .._output import print_notice
 from ..rendezvous.deadline import until
 from ..rendezvous.group_secret import secret_of_group, would_lose_secret
-from ..rendezvous.handshake import EARLIER_VERSION, signed, verified, version, warn
+from ..rendezvous.handshake import EARLIER_VERSION, signed, verified, version
 from ..rendezvous.hosts import host_id, network_number
 from ..rendezvous.network import LOOPBACK, is_loopback, own_address, split_address
 from ..rendezvous.secret import REMEDY, Secret
@@ -114,7 +115,7 @@ def read_announcements(meeting: dist.Store) -> dict[str, NewRank]:
     secret = secret_of_group(meeting, True)
     announcements = [verified(meeting.get(key), secret, ("waiting",)) for key in keys]
     if None in announcements:
-        warn(f"a process that wants to join is refused: it does not know the secret of this job; {REMEDY}")
+        print_notice(f"a process that wants to join is refused: it does not know the secret of this job; {REMEDY}")
     new_ranks = {texts[0]: NewRank(*texts[1:4]) for texts in announcements if texts and len(texts) >= 3}
     answered = {token for token in new_ranks for key in ("invited", "refused") if meeting.check([f"{key}/{token}"])}
     return {token: new for token, new in new_ranks.items() if token not in answered}
@@ -161,7 +162,7 @@ def refuses(meeting: dist.Store, token: str, new: NewRank) -> bool:
         reason = SECRET_WOULD_BE_LOST
     else:
         return False
-    warn(f"a process on {new.host} that wants to join is refused: {reason}")
+    print_notice(f"a process on {new.host} that wants to join is refused: {reason}")
     return True
 
 

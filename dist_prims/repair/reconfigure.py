@@ -30,13 +30,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .._output import print_notice
 from ..backend.create import find_made_group, made_group, make_group
 from ..backend.origin import GroupRequest, Origin, Trait
 from ..backend_name import NAME
 from ..errors import CommError, CommTimeoutError, PeerDiedError
 from ..rendezvous.deadline import call_in_thread
 from ..rendezvous.group_secret import would_lose_secret
-from ..rendezvous.handshake import warn
 from ..rendezvous.network import own_address
 from ..rendezvous.secret import REMEDY, remembered
 from ..rendezvous.served import open_store, served_store
@@ -134,7 +134,7 @@ def reconfigured_backend(
     new_backend, store, group_counts = _make_group(old.request, uuid, rank, members, timeout, global_ranks, traits)
     new_backend.set_timeout(backend.options._timeout)
     if rank == 0 and old.key and not made_group(old.request.name).key:
-        warn(f"reconfigure: the members are no longer authenticated; {REMEDY}")
+        print_notice(f"reconfigure: the members are no longer authenticated; {REMEDY}")
     # 5. torch's tables name the new members. torch names new groups by their number, which must be the same on all.
     if is_default:
         global_ranks = list(range(len(members)))

@@ -17,7 +17,6 @@ import mmap
 import os
 import re
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -333,7 +332,3 @@ def _open_native(path: Path) -> int:
     if number < 0:
         raise OSError(error.value, os.strerror(error.value), str(path))
     return number
-
-
-def warn(text: str) -> None:
-    print(f"dist_prims: {text}", file=sys.stderr, flush=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .._output import print_notice
 from . import clock, recorder
 
 __all__: list[str] = []
@@ -60,7 +61,7 @@ def begin_trace_of_environment() -> None:
     try:
         _of_environment = recorder.begin(folder, began_by=_VARIABLE)
     except OSError as error:  # the program matters more
-        recorder.warn(f"{_VARIABLE}={folder}: nothing is traced: {error}")
+        print_notice(f"{_VARIABLE}={folder}: nothing is traced: {error}")
         return
     multiprocessing.util.Finalize(None, end_trace_of_environment, exitpriority=_EXIT_PRIORITY)
 
@@ -73,4 +74,4 @@ def end_trace_of_environment() -> None:
         recorder.end(_of_environment)
     except OSError as error:  # a full disk; the program matters more
         folder = _of_environment.folder
-        recorder.warn(f"{_VARIABLE}={folder}: the trace of process {os.getpid()} is not finished: {error}")
+        print_notice(f"{_VARIABLE}={folder}: the trace of process {os.getpid()} is not finished: {error}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from launching import MPIRUN, SUM, clean, forked, free_port, needs_mpirun, run, together
+from launching import MPIRUN, ROOT, SUM, clean, forked, free_port, needs_mpirun, run, together
 
 import dist_prims
 from dist_prims.launch import Placement
@@ -29,6 +30,27 @@ def test_a_rank_alone_prints_one_line_unless_quiet() -> None:
     assert done.stdout == quiet.stdout == "rank 0 of 1: 1\n"
     assert done.stderr == f"dist_prims: 1 rank on 1 host by python, {BACKEND} over loopback\n"
     assert quiet.stderr == ""
+
+
+@pytest.mark.parametrize("stderr", ["full", "closed", "without a reader"])
+def test_a_start_line_that_cannot_be_written_is_dropped(stderr: str) -> None:
+    """``init`` raised OSError after the group was made, so a full disk under the log ended rank 0, and so the job."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as pipe, open("/dev/full", "wb") as full:
+        program = f"import sys; sys.stderr.close()\n{SUM}" if stderr == "closed" else SUM
+        stream = pipe if stderr == "without a reader" else full
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=clean(),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=stream,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, done.stdout) == (0, "rank 0 of 1: 1\n")
 
 
 OF_A_LAUNCHER = f"""
