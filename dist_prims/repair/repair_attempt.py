@@ -10,6 +10,7 @@ import dataclasses
 import errno
 import functools
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from datetime import timedelta
@@ -303,13 +304,17 @@ class RepairAttempt:
             {new: address for new, address in enumerate(self._newcomers, len(members)) if address}
         )
 
+        guard, has_store = threading.Lock(), threading.Event()
+
         def ended() -> list[int]:  # as ranks of the new group
-            self._find_deaths(members)
-            dead_members = [position for position, member in enumerate(members) if member in self._dead]
-            return dead_members + newcomers.ended()
+            with guard:  # both threads call it
+                self._find_deaths(members)
+                dead_members = [position for position, member in enumerate(members) if member in self._dead]
+                return dead_members + newcomers.ended()
 
         def make_new_group() -> tuple[Any, Any]:
             store = dist.PrefixStore(prefix, open_store(address, size, limit))
+            has_store.set()
             request = dataclasses.replace(
                 old,
                 store=store,
@@ -323,12 +328,16 @@ class RepairAttempt:
             )
             return make_group(request, ended), store
 
+        def check() -> None:
+            self._check_outcome()
+            # TCPStore tries for seconds to connect to a process that has ended.
+            if not has_store.is_set() and (dead := ended()):
+                raise RuntimeError(f"the ranks {dead} of the new group have ended")
+
         # 2. Make it on a thread of its own, which also calls ``ended``. It is left behind if no answer comes because
         # the process of the store is stopped. This thread waits meanwhile, and looks whether another member fails.
         try:
-            self.backend, self.store = call_in_thread(
-                make_new_group, limit, lambda made: made[0].abort(), self._check_outcome
-            )
+            self.backend, self.store = call_in_thread(make_new_group, limit, lambda made: made[0].abort(), check)
         except (OSError, RuntimeError, ValueError) as error:  # also CommError
             self._note_failure(error)
             return False
