@@ -19,7 +19,6 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from . import stand_in
-from ._output import print_notice
 from .backend_name import NAME
 
 __all__: list[str] = []
@@ -64,6 +63,8 @@ def default_backend(announces: bool = True) -> str:
     except ImportError as error:
         cpu = "gloo"
         if announces:
+            from ._output import print_notice
+
             reason = str(error).partition("\n")[0]
             print_notice(f"the backend is gloo, because {NAME} is not available: {reason}")
     # device_count() asks the driver without initialising CUDA, after which a process could not fork ranks that use it.

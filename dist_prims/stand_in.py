@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from ._output import print_notice
 from .backend_name import NAME
 
 __all__: list[str] = []
@@ -34,6 +33,8 @@ def install() -> None:
     if not name or _is_installed:
         return
     if name != _GLOO:
+        from ._output import print_notice
+
         print_notice(f"{VARIABLE}={name} has no effect; it can be {_GLOO!r}")
         return
     from .torch_compat import replace_function, set_default_backend
