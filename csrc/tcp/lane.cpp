@@ -20,7 +20,7 @@ using namespace std::chrono_literals;
 constexpr auto kTimeToAppear = 1s;
 constexpr auto kBetweenLooks = 50ms;  // whether kTimeToAppear is over
 constexpr std::chrono::milliseconds kLongestSleep = 1h;
-constexpr unsigned kPollsToMoveAll = 16;         // one of so many polls asks epoll at once
+constexpr unsigned kPollsToMoveAll = 16;         // one of so many polls reads all connections at once
 constexpr std::size_t kLoadedBytes = 128 << 10;  // the buffers of a socket hold as many
 
 // The key of an event of epoll: the eventfd of waiting_, or a direction plus the rank of the peer.
@@ -117,8 +117,8 @@ TcpLane::WaitResult TcpLane::wait(TcpMessage& message, std::chrono::milliseconds
         check_sender(message);
         if (!message.error.empty()) continue;
         // 2. Move messages: at once if this wait still polls, else after a sleep. again() unlocks, so another thread
-        // may have ended the wait meanwhile. A poll first reads the connection of the awaited message alone. Some do
-        // not, or a row of short waits would move nothing else.
+        // may have ended the wait meanwhile. A poll reads the connection of the awaited message first, and the others
+        // only if that does not complete it. Some polls read all at once: many short waits would move nothing else.
         const auto sleep = polling.again(guard.lock) ? 0ms : left;
         if (sleep > 0ms)
             read_where([](int, const Incoming& from) { return from.connection.has_unread_trailer(); });
@@ -322,6 +322,7 @@ void TcpLane::read_stalled(int peer) {
     });
 }
 
+// Reads the connection from this rank, if there is one and it has not stalled.
 void TcpLane::read_awaited(int peer) {
     const auto from = incoming_.find(peer);
     if (from != incoming_.end() && from->second.is_watched) read_from(peer, true);

@@ -125,7 +125,7 @@ private:
     std::string close_reason_;             // empty as long as the lane is open
     WaitingThreads<TcpMessage> waiting_;
     Polling polling_;
-    unsigned polls_ = 0;  // of waits for messages that come
+    unsigned polls_ = 0;  // how often waits for incoming messages have polled
 };
 
 }  // namespace dist_prims

@@ -27,7 +27,8 @@ public:
     public:
         explicit Wait(Polling& polling) : polling_(polling) {}
 
-        // Returns true: poll, or false: sleep. Before every poll but the first it yields the core, without the lock.
+        // Returns whether to poll; if not, the wait sleeps. Yields the core without the lock before every poll but the
+        // first.
         bool again(std::unique_lock<std::mutex>& lock) {
             constexpr int kPolls = 30, kPollsInBackground = 3;
             if (!polling_.polls_ || count_++ == (in_background ? kPollsInBackground : kPolls)) return false;

@@ -48,7 +48,7 @@ def test_a_schedule_is_better_where_it_sends_less() -> None:
 
 
 def test_between_more_hosts_no_price_decides() -> None:
-    """Their leaders forward what they receive, so the agreement carries little: C++ decides by the size alone."""
+    """Leaders of more than 4 hosts forward what they receive, so little may travel: C++ decides by the size alone."""
     assert travels("a b c d", "all_gather", 2048)
     assert not travels("a b c d e", "all_gather", 2048)
 

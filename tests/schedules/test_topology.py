@@ -291,8 +291,8 @@ def test_no_rank_is_inner_in_both_trees(size: int) -> None:
 
 
 def test_prices_do_not_depend_on_the_processor() -> None:
-    """They did in the last bits, by which a rank on another kind of processor chose another one of two equal prices.
-    Matrix products were the cause: they use other instructions on each kind."""
+    """Their last bits did, so a rank on another kind of processor chose another one of two nearly equal prices. They
+    were matrix products, which use other instructions on each kind."""
     program = """
 from dist_prims.schedules.recommend import recommend
 from dist_prims.schedules.topology import Level, Topology
