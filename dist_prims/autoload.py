@@ -11,9 +11,11 @@ name. So both entry points exist, and the second call does nothing.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -33,6 +35,13 @@ def register() -> None:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=devices)
         _register_rendezvous_handlers()
         stand_in.install()
+        atexit.register(_end_python_use)  # now: Python runs what was registered first last
+
+
+def _end_python_use() -> None:
+    """Let no thread of a group wait for the GIL while the interpreter shuts down, which would abort the process."""
+    if adapter := sys.modules.get("dist_prims._backend"):
+        adapter.end_python_use()
 
 
 def prepare(backend: str | None) -> str:

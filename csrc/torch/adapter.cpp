@@ -17,5 +17,6 @@
 #include "backend/window.cpp"
 #include "common/profiler_record.cpp"
 #include "common/python_signals.cpp"
+#include "common/python_use.cpp"
 #include "common/tensor_arguments.cpp"
 #include "common/work.cpp"

@@ -293,6 +293,36 @@ def test_a_program_that_ends_well_leaves_its_groups(
         assert (second, third) == (f"{status}: ", "0: "), (case, found)
 
 
+UNAWAITED = """
+import threading
+hosts, what = sys.argv[3 + number // 2].split(":")
+os.environ["DIST_PRIMS_HOST_ID"] = hosts[number % 2]
+dist.init_process_group("dist_prims", init_method=f"file://{folder}/store{number // 2}", rank=number % 2, world_size=2)
+begun = threading.Event()
+def callback(_future):
+    begun.set()
+    time.sleep(0.2)
+if what == "callback":
+    dist.all_reduce(torch.ones(3), async_op=True).get_future().then(callback)
+    begun.wait(20)
+elif what == "calls":
+    for _ in range(4):
+        work = dist.all_reduce(torch.ones(2_000_000), async_op=True)
+        work.get_future().then(lambda _: sum(range(1000)))
+else:
+    dist.isend(torch.ones(1_000_000), 1 - number % 2)
+    dist.irecv(torch.ones(1_000_000), 1 - number % 2)
+    dist.irecv(torch.ones(3), 1 - number % 2)
+"""
+
+
+def test_a_program_that_awaits_nothing_at_its_end(tmp_path: Path) -> None:
+    """Python ends a thread that waits for the GIL when it has shut down, and in a destructor this aborts the process:
+    a thread of the group ran a callback, or dropped a tensor."""
+    cases = [f"{hosts}:{what}" for hosts in ("aa", "ab") for what in ("callback", "calls", "messages")]
+    assert run_scripts(UNAWAITED, 2 * len(cases), tmp_path, None, cases) == ["0: "] * (2 * len(cases))
+
+
 def test_a_worker_of_multiprocessing_that_ends_well_leaves_its_groups(tmp_path: Path) -> None:
     """A forked worker ends by os._exit(), at which no action of the C library runs."""
     context = multiprocessing.get_context("fork")

@@ -9,6 +9,7 @@
 #include "../../common/thread.h"
 #include "../../shm/collectives.h"
 #include "../common/python_signals.h"
+#include "../common/python_use.h"
 #include "../common/work.h"
 
 namespace dist_prims {
@@ -184,10 +185,10 @@ WorkPtr PrimsBackend::run_or_enqueue(std::vector<CollectiveCall> calls, const Ca
     const auto job = std::make_shared<Queue::Job>();
     job->title = options.title;
     job->done = work->completion();
-    job->run = [this, self = weak_reference(), calls = std::move(calls), timeout = options.timeout, entry,
-                caller = CallerStream(work->result()), called = tracing() ? trace_now() : 0]() mutable {
-        trace_queued(*trace_group_, calls.front().announced, called);
-        caller.run([&] { run_calls(calls, timeout, entry); });
+    job->run = [this, self = weak_reference(), calls = droppable(std::move(calls)), timeout = options.timeout, entry,
+                caller = CallerStream(work->result()), called = tracing() ? trace_now() : 0] {
+        trace_queued(*trace_group_, calls->front().announced, called);
+        caller.run([&] { run_calls(*calls, timeout, entry); });
     };
     // 4. Wait for the job here, or in Work::wait(), which must not need this object: the user may drop the group first.
     if (options.async) {
@@ -353,10 +354,10 @@ WorkPtr PrimsBackend::start_message(const CallOptions& options, const Tensors& t
     const std::uint64_t record = flight_recorder_.add(entry, true);
     // 2. What the thread that completes the message does: it delivers the data, and completes the Work.
     auto work = c10::make_intrusive<PrimsWork>(rank_, options.type, options.title, tensors, messages_);
-    const MessageData data(tensor, outgoing);
+    const auto data = droppable(MessageData(tensor, outgoing));
     auto done = [this, self = weak_reference(), data, outgoing, record, caller = CallerStream(tensors),
                  finish = work->completion()](std::exception_ptr error) {
-        if (!outgoing && !error) error = caught([&] { caller.run([&] { data.deliver(); }); });
+        if (!outgoing && !error) error = caught([&] { caller.run([&] { data->deliver(); }); });
         caught([&] {
             flight_recorder_.end(record, !error);
             if (error) write_record();
@@ -371,13 +372,12 @@ WorkPtr PrimsBackend::start_message(const CallOptions& options, const Tensors& t
     };
     // 3. Start the message. `MessageData` owns the memory as long as a transport needs it.
     const TraceCall traced(*trace_group_, messages_);
-    StartedMessage message = execution_->start_message(
-        {outgoing,
-         peer,
-         tag,
-         {data.data(), static_cast<std::size_t>(tensor.nbytes()), std::make_shared<MessageData>(data)},
-         options.timeout,
-         std::move(done)});
+    StartedMessage message = execution_->start_message({outgoing,
+                                                        peer,
+                                                        tag,
+                                                        {data->data(), static_cast<std::size_t>(tensor.nbytes()), data},
+                                                        options.timeout,
+                                                        std::move(done)});
     work->set_source(std::move(message.source));
     work->set_waiter(std::move(message.wait));
     return work;

@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "../../common/core_share.h"
+#include "../common/python_use.h"
 #include "backend.h"
 #include "direct_calls.h"
 #include "incremental_tensor.h"
@@ -306,6 +307,7 @@ PYBIND11_MODULE(_backend, module) {
     bind_transport_libraries(module);
     module.attr("built_for") = BUILT_FOR_TORCH;
     module.def("run_exit_actions", &run_exit_actions, Free());
+    module.def("end_python_use", &end_python_use, Free());
     module.def(
         "empty", [](const std::vector<int64_t>& shape, at::ScalarType dtype) { return shared_tensor(shape, dtype); },
         Free());

@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "../../common/checksum.h"
+#include "../common/python_use.h"
 
 namespace dist_prims {
 
@@ -252,7 +253,7 @@ ProgramBuffer program_buffer(const Tensors& inputs, const Tensors& outputs, cons
     for (std::size_t block = 0; block < counts.size(); ++block) {
         buffer.blocks.push_back({address_of(inputs[block]), address_of(outputs[block]), counts[block]});
     }
-    buffer.owner = std::make_shared<const std::pair<Tensors, Tensors>>(inputs, outputs);
+    buffer.owner = droppable(std::pair<Tensors, Tensors>(inputs, outputs));
     return buffer;
 }
 

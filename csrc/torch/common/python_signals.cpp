@@ -6,8 +6,12 @@
 
 namespace dist_prims {
 
+bool is_main_thread() {
+    return ::syscall(SYS_gettid) == ::getpid();
+}
+
 void run_python_signal_handlers() {
-    if (::syscall(SYS_gettid) != ::getpid()) return;  // not the main thread
+    if (!is_main_thread()) return;
     pybind11::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
 }

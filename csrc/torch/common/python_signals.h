@@ -6,6 +6,8 @@
 
 namespace dist_prims {
 
+bool is_main_thread();
+
 // Runs pending signal handlers of Python, and throws what they raise, such as KeyboardInterrupt. Takes the GIL. On
 // another thread than the main thread it does nothing.
 void run_python_signal_handlers();

@@ -4,6 +4,7 @@
 
 #include "../../common/thread.h"
 #include "../../common/trace.h"
+#include "python_use.h"
 
 namespace dist_prims {
 namespace {
@@ -48,8 +49,8 @@ PrimsWork::PrimsWork(int rank, c10d::OpType type, const char* title, std::vector
       stream_(current_stream(outputs_)) {}
 
 PrimsWork::Completion PrimsWork::completion() {
-    return [self = c10::intrusive_ptr<PrimsWork>::reclaim_copy(this)](std::exception_ptr error) {
-        return self->complete(error);
+    return [self = droppable(c10::intrusive_ptr<PrimsWork>::reclaim_copy(this))](std::exception_ptr error) {
+        return (*self)->complete(error);
     };
 }
 
@@ -59,23 +60,27 @@ void PrimsWork::set_waiter(Waiter waiter) {
 }
 
 std::function<void()> PrimsWork::complete(std::exception_ptr error) {
-    finish(error);                                   // of c10d::Work: exception() returns the error from now on
-    Waiter waiter;                                   // destroyed without the lock: it may hold this object
-    c10::intrusive_ptr<c10::ivalue::Future> future;  // null if getFuture() has not been called: it settles its own
+    finish(error);            // of c10d::Work: exception() returns the error from now on
+    Waiter waiter;            // destroyed without the lock: it may hold this object
+    bool has_future = false;  // if getFuture() is called later, it settles the future itself
     {
         const std::lock_guard lock(guard_);
         waiter.swap(waiter_);
         done_ = true;
         error_ = error;
-        future = future_;
+        has_future = future_ != nullptr;
     }
-    if (!future) return {};
-    return [self = c10::intrusive_ptr<PrimsWork>::reclaim_copy(this), future] {
-        const c10::OptionalStreamGuard on_stream(self->stream_);
-        if (const auto error = caught([&] { self->settle_future(*future); }))
-            TORCH_WARN("a callback on the end of ", c10d::opTypeToString(self->retrieveOpType()),
-                       " has failed: ", message_of(error));
-    };
+    if (!has_future) return {};
+    return [self = droppable(c10::intrusive_ptr<PrimsWork>::reclaim_copy(this))] { (*self)->run_callbacks(); };
+}
+
+void PrimsWork::run_callbacks() const {
+    const PythonUse use;
+    if (!use.wait_until_decided()) return;
+    const c10::OptionalStreamGuard on_stream(stream_);
+    if (const auto error = caught([&] { settle_future(*future_); }))
+        TORCH_WARN("a callback on the end of ", c10d::opTypeToString(retrieveOpType()),
+                   " has failed: ", message_of(error));
 }
 
 void PrimsWork::settle_future(c10::ivalue::Future& future) const {

@@ -46,6 +46,7 @@ public:
 
 private:
     std::function<void()> complete(std::exception_ptr error);
+    void run_callbacks() const;
     void settle_future(c10::ivalue::Future& future) const;
 
     const std::vector<at::Tensor> outputs_;
