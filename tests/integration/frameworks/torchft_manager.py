@@ -36,10 +36,13 @@ def replica(backend, number):
         quorum_timeout=TIMEOUT,
         connect_timeout=TIMEOUT,
     )
+    start = dist.TCPStore("localhost", int(os.environ["START_PORT"]), is_master=False, timeout=TIMEOUT)
+    start.set(str(number), "")
+    start.wait(["0", "1", "2"])  # a lighthouse takes those for all replicas that have made their managers
     sizes = []
     while manager.current_step() < STEPS:
         manager.start_quorum()
-        if number == DIES and manager.current_step() == DIES_AT:
+        if number == DIES and manager.current_step() >= DIES_AT:
             os._exit(0)
         gradient = torch.full((4,), float(manager.current_step() + 1))
         manager.allreduce(gradient).wait()
@@ -53,8 +56,9 @@ def replica(backend, number):
 if __name__ == "__main__":
     if len(sys.argv) == 3:
         replica(sys.argv[1], int(sys.argv[2]))
-    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=2000, heartbeat_timeout_ms=1000)
-    environ = {**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse.address()}
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=30_000, heartbeat_timeout_ms=1000)
+    start = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    environ = {**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse.address(), "START_PORT": str(start.port)}
     command = [sys.executable, __file__, sys.argv[1]]
     replicas = [
         subprocess.Popen([*command, str(number)], env=environ, stdout=subprocess.PIPE, text=True) for number in range(3)
