@@ -295,6 +295,8 @@ void PrimsBackend::unregisterAbortHook(int64_t hook_id) {
 // Calls the hooks of the user if the group has ended by a failure. A mismatch does not end the group.
 void PrimsBackend::run_abort_hooks() const {
     if (!host_segment_->membership.notice()) return;
+    const PythonUse use;
+    if (!use.wait_until_decided()) return;
     decltype(abort_hooks_) hooks;
     {
         const std::lock_guard lock(hooks_guard_);

@@ -173,6 +173,8 @@ Tensors tensors_of(const std::vector<std::optional<at::Tensor>>& list) {
 std::function<void()> raise_repeatedly(std::function<void()> call) {
     if (!call) return call;
     return [call = std::move(call)] {
+        const PythonUse use;
+        if (!use.wait_until_decided()) throw std::runtime_error("Python has ended before this call could be checked");
         try {
             call();
         } catch (py::error_already_set& error) {
