@@ -35,7 +35,7 @@ def register() -> None:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=devices)
         _register_rendezvous_handlers()
         stand_in.install()
-        atexit.register(_end_python_use)  # now: Python runs what was registered first last
+        atexit.register(_end_python_use)  # Python calls it late: in the reverse order of registration
 
 
 def _end_python_use() -> None:

@@ -317,8 +317,8 @@ else:
 
 
 def test_a_program_that_awaits_nothing_at_its_end(tmp_path: Path) -> None:
-    """Python ends a thread that waits for the GIL when it has shut down, and in a destructor this aborts the process:
-    a thread of the group ran a callback, or dropped a tensor."""
+    """Such programs were aborted: a thread of the group waited for the GIL, in a callback or to destroy a tensor, while
+    Python shut down."""
     cases = [f"{hosts}:{what}" for hosts in ("aa", "ab") for what in ("callback", "calls", "messages")]
     assert run_scripts(UNAWAITED, 2 * len(cases), tmp_path, None, cases) == ["0: "] * (2 * len(cases))
 

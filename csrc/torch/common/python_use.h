@@ -18,9 +18,9 @@ public:
     ~PythonUse();
     PythonUse(const PythonUse&) = delete;
     explicit operator bool() const { return is_allowed_; }
-    // As bool, but if the process is about to end, waits for the end of Python, and then returns false. Returns true if
-    // Python goes on: a function that it runs at exit may wait for what this thread does. Also returns true on the main
-    // thread, which can always use Python before it has ended.
+    // Whether this thread may use Python. If the process is about to end, waits until Python has shut down, and returns
+    // false. Returns true if Python has not shut down after 20 s: a function that Python runs at exit may wait for this
+    // thread. The main thread does not wait, because Python never ends it.
     bool wait_until_decided() const;
 
 private:
@@ -35,7 +35,8 @@ std::shared_ptr<T> droppable(T value) {
             }};
 }
 
-// The process is about to end: allows no PythonUse from now on, and waits until none is left, for 20 s at most.
+// Call this when the process is about to end. From now on no PythonUse is allowed. Waits until those that were allowed
+// have been destroyed, for 20 s at most.
 void end_python_use();
 
 }  // namespace dist_prims

@@ -38,7 +38,7 @@ def replica(backend, number):
     )
     start = dist.TCPStore("localhost", int(os.environ["START_PORT"]), is_master=False, timeout=TIMEOUT)
     start.set(str(number), "")
-    start.wait(["0", "1", "2"])  # a lighthouse takes those for all replicas that have made their managers
+    start.wait(["0", "1", "2"])  # the lighthouse waits only for replicas whose managers exist
     sizes = []
     while manager.current_step() < STEPS:
         manager.start_quorum()
