@@ -29,6 +29,13 @@ for name in ("torch._dynamo", "dist_prims.backend.create", "dist_prims.collectiv
     importlib.import_module(name)
 algorithms("all_reduce")  # imports the files of all algorithms
 
+# TCPStore asks for the name of each address, on the client and on the server. If a reply of the DNS is lost, the C
+# library waits 5 s: longer than some limits of tests, which failed by chance. This process and the ranks that it forks
+# look into /etc/hosts only; programs that tests start wait 1 s.
+if hasattr(library := ctypes.CDLL(None), "__nss_configure_lookup"):  # glibc
+    library.__nss_configure_lookup(b"hosts", b"files myhostname")
+os.environ["RES_OPTIONS"] = "timeout:1"
+
 # Examples are the same in each run: no test fails by chance. More examples belong to the long tests.
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
@@ -63,13 +70,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """``-n auto``: the default tests wait so often that one worker more than cores keeps the cores busy; the slow ones
     compute."""
     return (os.cpu_count() or 1) + (config.option.tier in ("default", "smoke"))
-
-
-@pytest.fixture
-def loopback_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TCPStore asks for the name of each address. The DNS, which is not asked about the loopback interface, takes 5 s
-    if a reply is lost: longer than some limits of tests."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
 @pytest.fixture(autouse=True)

@@ -179,7 +179,7 @@ def _decide_members(
     # 1. Announce that this rank is in the round, unless the members have been decided without it.
     view: View = yield Look(key)
     own = Record(round_number, view.dead, cut=view.cut)
-    reason = "which did not call shrink() in time"
+    reason = f"which did not {'make the group with them' if round_number else 'call shrink()'} in time"
     if key not in view.decisions:
         reason = "which they have taken for dead or late"
         yield Announce(own)

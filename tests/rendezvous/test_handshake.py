@@ -48,7 +48,6 @@ def repeatedly(act: Callable[[], None]) -> Iterator[None]:
         done.result()
 
 
-@pytest.mark.usefixtures("loopback_addresses")
 @pytest.mark.parametrize(("kind", "secret"), [("hash", None), ("hash", OURS), ("tcp", OURS)])
 def test_ranks_find_each_other_and_delete_their_keys(kind: str, secret: Secret | None) -> None:
     """A process that makes groups over and over would otherwise keep three keys of each rank for each group."""

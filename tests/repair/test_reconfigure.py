@@ -20,7 +20,7 @@ import dist_prims
 from dist_prims.errors import PeerLeftError
 from tests.repair.test_shrink import all_reduce_until_failure, die
 
-pytestmark = [needs_reconfigure, pytest.mark.usefixtures("loopback_addresses")]
+pytestmark = needs_reconfigure
 
 
 def test_a_group_without_members(tmp_path: Path) -> None:

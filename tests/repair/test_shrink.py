@@ -26,7 +26,6 @@ from dist_prims.errors import CommError, LeftOutError, PeerLeftError
 from dist_prims.repair.registers import SharedRegisters
 
 LIMIT = 60.0
-pytestmark = pytest.mark.usefixtures("loopback_addresses")
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
