@@ -22,6 +22,7 @@ import dataclasses
 import hashlib
 import re
 import secrets
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -183,12 +184,20 @@ def _make_group(
     size, limit = len(members), timeout.total_seconds()
     deadline = time.monotonic() + limit
     probe = ProcessProbe([member.address for member in members], _FIRST_PROBE)
+    guard, has_store = threading.Lock(), threading.Event()
 
     def ended() -> list[int]:
-        return sorted(probe.ended([other for other in range(size) if other != rank]))
+        with guard:  # both threads call it
+            return sorted(probe.ended([other for other in range(size) if other != rank]))
+
+    def check() -> None:
+        # TCPStore tries for seconds to connect to a process that has ended.
+        if not has_store.is_set() and 0 in ended():
+            raise ConnectionRefusedError
 
     def make_new_group() -> tuple[Any, dist.Store, list[int]]:
         store = dist.PrefixStore(f"{_PURPOSE}/{uuid}", open_store(members[0].address, size, limit))
+        has_store.set()
         _compare_members(store, members)
         store.set(f"groups/{rank}", str(group_count()))
         request = dataclasses.replace(
@@ -205,7 +214,7 @@ def _make_group(
         return backend, store, [*map(int, store.multi_get([f"groups/{other}" for other in range(size)]))]
 
     try:
-        return call_in_thread(make_new_group, limit + _TIME_FOR_REASON, discard=lambda made: made[0].abort())
+        return call_in_thread(make_new_group, limit + _TIME_FOR_REASON, lambda made: made[0].abort(), check)
     except ConnectionRefusedError:
         raise PeerDiedError(
             f"rank {rank}: reconfigure: the process of new rank 0 has ended; leave its handle out, and call "

@@ -18,6 +18,7 @@ from reconfigured import Meeting, needs_reconfigure, place, reconfigure, reconfi
 from survivors import run_ranks
 
 from dist_prims.errors import CommError, PeerDiedError, PeerLeftError
+from dist_prims.rendezvous import served
 from tests.repair.test_shrink import all_reduce_until_failure, die
 
 pytestmark = needs_reconfigure
@@ -121,17 +122,23 @@ def test_a_member_that_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_member_dies_as_it_makes_the_group(victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New rank 0 serves the store. TCPStore tries for a long time to connect to a process that has ended: the others
+    notice its death meanwhile."""
     module = importlib.import_module("dist_prims.repair.reconfigure")
+    connect = served.connect
 
     def body(rank: int) -> Any:
         meeting, handles = reconfigured(rank, 3, tmp_path)
         meeting.barrier("before", rank, range(3))  # or the death of rank 0 could end the first reconfigure() of others
         if rank == victim:
             monkeypatch.setattr(module, "make_group", lambda *_, **__: die())
+        elif victim == 0:
+            monkeypatch.setattr(served, "connect", lambda *_: time.sleep(100))
         began = time.monotonic()
         with pytest.raises(CommError):
             reconfigure(2, handles, seconds=60)
         assert time.monotonic() - began < 30
+        monkeypatch.setattr(served, "connect", connect)
         handles.pop(victim)
         reconfigure(3, handles)
         return place()
