@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import CommTimeoutError
+from ..errors import CommTimeoutError, PeerDiedError
 from .deadline import until
 
 __all__: list[str] = []
@@ -45,7 +45,10 @@ def values_of_ranks(store: Any, rank: int, name: str, size: int) -> list[str]:
         return values
     try:
         answer = store.get(name).decode()
-    except RuntimeError as error:  # after the timeout of the store, after a death, or for a value with a wrong code
+    except PeerDiedError:  # which rank 0 may have found as well
+        wait_for_readers(store, rank, name, size)
+        raise
+    except RuntimeError as error:  # after the timeout of the store, or for a value with a wrong code
         if not store.check([name]):
             timeout_error = _timeout_of(store, rank, name, keys)
             wait_for_readers(store, rank, name, size)  # rank 0, whose wait ends too, need not wait for this rank

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from dist_prims.backend import create, death_monitor, tcp_endpoint
+from dist_prims.errors import PeerDiedError
 from dist_prims.launch import join
 from dist_prims.rendezvous import handshake, rank_values
 from dist_prims.rendezvous.rank_values import packed, unpacked
@@ -147,6 +148,16 @@ def test_rank_0_does_not_wait_for_a_reader_that_has_died(monkeypatch: pytest.Mon
         rank_0 = threads.submit(outcome, rank_values.values_of_ranks, keys, 0, "name", 4)
         assert "no sign of rank 3" in outcome(rank_values.values_of_ranks, store, 1, "name", 4)
         assert "no sign of rank 3" in rank_0.result(60)
+
+
+def test_rank_0_does_not_wait_for_a_rank_that_has_found_the_death_itself() -> None:
+    """It waited 10 s for the note that this rank has read the error, if both found the death at the same time."""
+    store = dist.HashStore()
+    store.set("name", "!rank 2 has died")
+    monitor = death_monitor.DeathMonitor(1, lambda: [2])
+    with pytest.raises(PeerDiedError, match="rank 1: rank 2 has died"):
+        rank_values.values_of_ranks(create._TemporaryKeys(store, [], monitor), 1, "name", 3)
+    assert store.check(["name/read/1"])
 
 
 def test_hosts_whose_text_is_too_long_end_the_handshake_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
