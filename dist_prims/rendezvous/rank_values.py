@@ -45,7 +45,7 @@ def values_of_ranks(store: Any, rank: int, name: str, size: int) -> list[str]:
         return values
     try:
         answer = store.get(name).decode()
-    except PeerDiedError:  # which rank 0 may have found as well
+    except PeerDiedError:  # rank 0 may have found the death as well, and then waits for the note of this rank
         wait_for_readers(store, rank, name, size)
         raise
     except RuntimeError as error:  # after the timeout of the store, or for a value with a wrong code

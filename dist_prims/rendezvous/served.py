@@ -105,12 +105,6 @@ def connect(
         )
 
 
-class _ResolverState(ctypes.Structure):
-    """The beginning of ``struct __res_state`` of ``resolv.h``."""
-
-    _fields_ = (("seconds_to_repeat", ctypes.c_int), ("attempts", ctypes.c_int))
-
-
 @contextlib.contextmanager
 def _quick_name_requests() -> Iterator[None]:
     """On this thread the C library asks the DNS again after 1 s, not after 5, if no reply comes.
@@ -122,13 +116,13 @@ def _quick_name_requests() -> Iterator[None]:
         yield
         return
     library.__res_init()  # in a new thread the state is empty
-    library.__res_state.restype = ctypes.POINTER(_ResolverState)
-    state = library.__res_state().contents
-    before, state.seconds_to_repeat = state.seconds_to_repeat, min(state.seconds_to_repeat, 1)
+    library.__res_state.restype = ctypes.POINTER(ctypes.c_int)
+    seconds_to_repeat = library.__res_state().contents  # the first field of ``struct __res_state`` of ``resolv.h``
+    before, seconds_to_repeat.value = seconds_to_repeat.value, min(seconds_to_repeat.value, 1)
     try:
         yield
     finally:
-        state.seconds_to_repeat = before
+        seconds_to_repeat.value = before
 
 
 def open_store(address: str, size: int, timeout: float) -> dist.Store:
@@ -138,8 +132,8 @@ def open_store(address: str, size: int, timeout: float) -> dist.Store:
     request.
 
     TCPStore itself tries until its timeout to connect to a process that has ended. It is therefore given a shorter
-    timeout, and each attempt begins with a connection of our own. The thread of a TCPStore asks the DNS for the name of
-    each address that connects, and waits 5 s for a reply that is lost. The first attempt takes longer than 5 s, so one
+    timeout, and each attempt begins with a connection of our own. The thread that serves a TCPStore asks the DNS for
+    the name of each client, and waits 5 s for a reply that is lost. The first attempt takes longer than 5 s, so one
     lost reply does not make it fail.
     """
     server = split_address(address)
